@@ -1,4 +1,4 @@
-// The graph of ortolan._native: src/match_bindings.cc makes it, the bindings of the pattern rules read it.
+// The graph of ortolan._native: match_bindings.cc makes it, the bindings of all pattern rules read it.
 #pragma once
 
 #include <memory>
@@ -31,9 +31,7 @@ struct PyGraph {
     for (py::handle index : list) found.push_back(At(index.cast<int64_t>()));
     return found;
   }
-  py::object IndexOf(Value value) const {
-    return value == nullptr ? py::none() : py::object(py::int_(indices.at(value)));
-  }
+  py::object IndexOf(Value value) const { return value == nullptr ? py::none() : py::object(py::int_(indices.at(value))); }
   const match::Node& NodeAt(size_t index) const {
     Require(index < main().nodes().size(), "node ", index, " of ", main().nodes().size());
     return main().nodes()[index];

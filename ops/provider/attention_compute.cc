@@ -3,28 +3,56 @@
 #include <algorithm>
 
 #include "host/broadcast.h"
-#include "provider/attention_record.h"
-#include "provider/call_values.h"
 
 namespace ortolan::provider {
 namespace {
 
+using match::Layout;
+
 // The attention precision of pass fuse_attention for quantized layers (graph_passes/forms.py). These layers round their
 // inputs more coarsely than bfloat16.
 constexpr int kPrecision = 16;
-constexpr int64_t kMostTokens = int64_t{1} << 24;
 constexpr int64_t kFloatBytes = sizeof(float);
-
 constexpr const char* kFeed = "Feed the model inputs of the shapes it was exported for.";
+constexpr const char* kRoles[] = {"query", "key", "value"};
 
-void CheckMask(const std::string& node, const Shape& shape, const Shape& scores) {
-  if (shape.size() <= scores.size() && BroadcastShape(scores, shape) == scores) return;
-  throw OpError(ErrorText(node, ": its mask has shape ", ShapeText(shape), ", which does not broadcast to ",
-                          ShapeText(scores), ". ", kFeed));
-}
+// The axes of batch, heads, rows and head width in a value of each layout. For 3-D values heads and head width are one
+// axis.
+struct Axes {
+  size_t rank, batch, heads, rows, head_dim;
+};
+constexpr Axes kAxes[] = {{3, 0, 2, 1, 2}, {3, 0, 1, 2, 1}, {3, 1, 2, 0, 2},
+                          {4, 0, 1, 2, 3}, {4, 0, 2, 1, 3}, {4, 0, 1, 3, 2}};
+static_assert(std::size(kAxes) == std::size(match::kLayoutNames));
+const Axes& AxesOf(Layout layout) { return kAxes[static_cast<size_t>(layout)]; }
 
 bool CanJoinAll(const std::vector<Layer>& layers) {
   return std::all_of(layers.begin() + 1, layers.end(), [&](const Layer& one) { return CanJoin(layers.front(), one); });
+}
+
+CacheForm FormOf(const AttentionSpec& spec) {
+  CacheForm form;
+  form.interleaved = spec.cache.interleaved;
+  return form;
+}
+
+MaskSpec SpecOf(const Graph& graph, const match::Mask& mask, const NamedInput& input, bool is_packed) {
+  MaskSpec spec;
+  spec.kind = mask.padding ? MaskSpec::Kind::kPadding : mask.fill ? MaskSpec::Kind::kCondition : MaskSpec::Kind::kAdded;
+  spec.hides = mask.hides;
+  spec.fill = static_cast<float>(mask.fill.value_or(0));
+  spec.scale = static_cast<float>(mask.scale);
+  spec.heads = mask.heads;
+  spec.windows = mask.windows;
+  spec.truncated = mask.truncated;
+  const std::optional<Constant> constant = is_packed ? graph.ConstantOf(mask.value) : std::nullopt;
+  if (constant && spec.kind == MaskSpec::Kind::kAdded && IsFloatType(constant->type) && constant->Count() > 0) {
+    spec.own = std::make_shared<const std::vector<float>>(constant->Floats());
+    spec.values = {constant->shape, *spec.own};
+  } else {
+    spec.input = input;
+  }
+  return spec;
 }
 
 }  // namespace
@@ -33,197 +61,268 @@ AttentionCompute::Part::Part(std::span<const Layer> layers) : packed(layers), pl
 
 AttentionCompute::Part::Part(ContextReader& reader) : packed(reader), plan(packed.Linear(), ActiveFeatures()) {}
 
-AttentionCompute::AttentionCompute(const Step& step, const Node& fused)
-    : node_(step.attention->nodes.front()->Described()),
-      x_name_(step.X()->name),
-      attention_(*step.attention),
-      x_(InputSlot(fused, step.X())),
-      y_(OutputSlot(fused, step.y)),
-      plan_(kPrecision) {
-  if (CanJoinAll(step.layers)) {
-    parts_.emplace_back(step.layers);
+AttentionCompute::AttentionCompute(const Graph& graph, const Step& step, const Node& fused) : plan_(kPrecision) {
+  const Attention& found = *step.attention;
+  const bool has_layers = !step.layers.empty();
+  const auto input = [&](Value value) {
+    return value == nullptr ? NamedInput{} : NamedInput{InputSlot(fused, value), value->name};
+  };
+  spec_.node = found.node->Described();
+  if (has_layers) {
+    spec_.inputs[0] = input(step.X());
+    if (CanJoinAll(step.layers)) {
+      parts_.emplace_back(step.layers);
+    } else {
+      for (const Layer& layer : step.layers) parts_.emplace_back(std::span(&layer, 1));
+    }
   } else {
-    for (const Layer& layer : step.layers) parts_.emplace_back(std::span(&layer, 1));
+    std::transform(found.inputs.begin(), found.inputs.end(), spec_.inputs.begin(), input);
+    own_biases_ = found.biases;
+    std::copy(own_biases_.begin(), own_biases_.end(), spec_.biases.begin());
   }
-  for (const Value value : attention_.Reads()) inputs_.emplace(value, InputSlot(fused, value));
+  spec_.layouts = found.layouts;
+  spec_.heads = found.heads;
+  spec_.kv_heads = found.kv_heads;
+  spec_.head_dim = found.head_dim;
+  spec_.scale = static_cast<float>(found.scale);
+  spec_.causal = found.causal;
+  spec_.zero_hidden_rows = found.zero_hidden_rows;
+  spec_.zero_rows = input(found.zero_rows);
+  for (const match::Mask& mask : found.masks) {
+    const bool is_packed = has_layers && graph.IsConstantValue(mask.value);
+    spec_.masks.push_back(SpecOf(graph, mask, is_packed ? NamedInput{} : input(mask.value), is_packed));
+  }
+  spec_.output_layout = found.output_layout;
+  spec_.y = OutputSlot(fused, step.y);
+  spec_.has_cache = found.cache.has_value();
+  if (!found.cache) return;
+  const match::KvCache& cache = *found.cache;
+  spec_.cache = {input(cache.past_key),
+                 input(cache.past_value),
+                 input(cache.lengths),
+                 input(cache.total),
+                 input(cache.cos),
+                 input(cache.sin),
+                 OutputSlot(fused, cache.present_key),
+                 OutputSlot(fused, cache.present_value),
+                 cache.interleaved};
+  if (spec_.has_cache) cached_plan_.emplace(FormOf(spec_));
 }
 
-AttentionCompute::AttentionCompute(ContextReader& reader, const IoSlots& slots)
-    : node_(reader.String()),
-      x_name_(reader.String()),
-      x_(slots.Input(reader)),
-      y_(slots.Output(reader)),
-      plan_(kPrecision) {
+AttentionCompute::AttentionCompute(ContextReader& reader, const IoSlots& slots) : plan_(kPrecision) {
+  RecordReader record(reader, slots);
+  VisitAttention(record, spec_);
   ReadParts(reader);
-  attention_ = ReadAttention(reader, slots, Width());
-  for (const Value value : attention_.Reads()) inputs_.emplace(value, slots.SlotOf(value));
+  const bool has_all =
+      spec_.inputs[0].slot && (!parts_.empty() || spec_.inputs[1].slot.has_value() == spec_.inputs[2].slot.has_value());
+  const AttentionSpec::Cache& cache = spec_.cache;
+  const bool is_cache_whole = !spec_.has_cache || (cache.past_key.slot && cache.past_value.slot &&
+                                                   cache.cos.slot.has_value() == cache.sin.slot.has_value());
+  if (spec_.heads % spec_.kv_heads != 0 || !has_all || !is_cache_whole || (spec_.has_cache && !parts_.empty()) ||
+      (!spec_.has_cache && parts_.empty() && !spec_.inputs[1].slot)) {
+    throw Error("its record lacks an input, or has ", spec_.heads, " heads and ", spec_.kv_heads, " key heads");
+  }
+  for (size_t role = 0; role < 3; ++role) {
+    const int64_t count = static_cast<int64_t>(spec_.biases[role].size());
+    if (count != 0 && count != WidthOf(role)) throw Error("its ", kRoles[role], " bias has ", count, " values");
+  }
+  if (spec_.has_cache) cached_plan_.emplace(FormOf(spec_));
 }
 
 void AttentionCompute::ReadParts(ContextReader& reader) {
   const int64_t count = reader.Int();
-  if (count != 1 && count != 3) {
-    throw OpError(ErrorText("queries, keys and values have ", count, " weights, expected 1 or 3"));
+  if (count != 0 && count != 1 && count != 3) {
+    throw OpError(ErrorText("queries, keys and values have ", count, " weights, expected 0, 1 or 3"));
   }
   for (int64_t i = 0; i < count; ++i) parts_.emplace_back(reader);
-  const MatMulWeight& first = *parts_.front().plan.layer().w;
-  for (const Part& part : parts_) {
-    const MatMulWeight& w = *part.plan.layer().w;
-    if (w.k != first.k || w.n != first.n || (count == 1 && w.n % 3 != 0)) {
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    const MatMulWeight& first = *parts_.front().plan.layer().w;
+    const MatMulWeight& w = *parts_[i].plan.layer().w;
+    if (w.k != first.k || w.n != (count == 1 ? WidthOf(0) + 2 * WidthOf(1) : WidthOf(i))) {
       throw OpError(ErrorText("queries, keys and values have ", count, " weights of sizes ", first.k, " x ", first.n,
                               " and ", w.k, " x ", w.n));
     }
   }
 }
 
+void AttentionCompute::Write(ContextWriter& writer) const {
+  writer.Int(static_cast<int64_t>(StepKind::kAttention));
+  RecordWriter record(writer);
+  VisitAttention(record, spec_);
+  writer.Int(static_cast<int64_t>(parts_.size()));
+  for (const Part& part : parts_) part.packed.Write(writer);
+}
+
 struct AttentionCompute::Call {
   const OrtApi& ort;
   OrtKernelContext& context;
   Host& host;
-  Shape wide;  // shape of a linear layer's output
-  std::optional<Sequences> sequences;
   CallMemory memory;
+  // The output: computed as [batch, rows, heads x head width], moved if the model has another layout.
+  std::optional<FloatOutput> y = std::nullopt;
+  float* moved = nullptr;
 
   float* Floats(int64_t count) { return memory.Floats(count); }
+  template <typename Element>
+  InputTensor<Element> Read(const NamedInput& input) {
+    return memory.AlignedInput(ReadInput<Element>(ort, context, *input.slot));
+  }
+  FloatInput ReadFloats(const NamedInput& input) { return provider::ReadFloats(ort, context, *input.slot, memory); }
+  // Return the memory of an output, or temporary memory if no node reads the output.
+  float* Make(std::optional<size_t> slot, const Shape& shape) {
+    return slot ? MakeOutput(ort, context, *slot, shape) : Floats(CountOf(shape));
+  }
 };
 
-int64_t AttentionCompute::NumberOf(const Size& size, const Call& call) const {
-  constexpr int64_t kNone = -2;
-  switch (size.kind) {
-    case Size::Kind::kNumber:
-      return size.number;
-    case Size::Kind::kElement: {
-      const InputTensor<int64_t> input = ReadInput<int64_t>(call.ort, call.context, inputs_.at(size.value));
-      const int64_t count = input.shape.empty() ? 1 : input.shape.front();
-      return input.shape.size() <= 1 && size.number < count ? input.data[size.number] : kNone;
-    }
-    case Size::Kind::kLead:
-      return size.number < static_cast<int64_t>(call.wide.size()) ? call.wide[static_cast<size_t>(size.number)] : kNone;
-    case Size::Kind::kBatch:
-      return call.sequences->batch;
-    case Size::Kind::kRows:
-      return call.sequences->rows;
-    case Size::Kind::kHeads:
-      return call.sequences->heads;
-    case Size::Kind::kHeadDim:
-      return call.sequences->head_dim;
-  }
-  return kNone;
+OpError AttentionCompute::WrongShape(const NamedInput& input, const Shape& found, const std::string& expected) const {
+  return Error("'", input.name, "' has shape ", ShapeText(found), ", expected ", expected, ". ", kFeed);
 }
 
-// Return the output shape of an ONNX Reshape.
-Shape AttentionCompute::Reshaped(const Shape& shape, const Target& target, const Call& call) const {
-  Shape made;
-  for (const Size& size : target.sizes) made.push_back(NumberOf(size, call));
-  const Shape wanted = made;
-  int64_t count = 1, rest = 1;
-  for (const int64_t size : shape) count *= size;  // cannot overflow: the tensor exists
-  size_t left = made.size();
-  bool fits = true;
-  for (size_t i = 0; i < made.size(); ++i) {
-    if (made[i] == 0 && target.copies) {
-      fits = fits && i < shape.size();
-      made[i] = i < shape.size() ? shape[i] : 0;
-    }
-    if (made[i] == -1 && left == made.size()) {
-      left = i;
-    } else if (made[i] < 0 || __builtin_mul_overflow(rest, made[i], &rest)) {
-      fits = false;
-    }
+// Compute query, key and value by their layers.
+void AttentionCompute::Project(Call& call, AttentionCall& attention) const {
+  const NamedInput& input = spec_.inputs[0];
+  const FloatInput x = call.ReadFloats(input);
+  if (x.shape.size() != 3) throw WrongShape(input, x.shape, "[batch, rows, columns]");
+  int64_t m = 0;
+  for (const Part& part : parts_) m = part.plan.CountRows(x.shape, spec_.node, input.name);
+  attention.batch = x.shape[0];
+  attention.queries = attention.keys = x.shape[1];
+  const int64_t width = WidthOf(0), kv_width = WidthOf(1), total = width + 2 * kv_width;
+  float* const rows = call.Floats(Product(m, total));
+  const std::array<int64_t, 3> columns = {0, width, width + kv_width};
+  for (size_t i = 0; i < parts_.size() && m != 0; ++i) {
+    LinearCall product;
+    product.x = x.data;
+    product.m = m;
+    product.bias = parts_[i].packed.Bias();
+    product.y = rows + m * columns[i];
+    parts_[i].plan.Run(call.host, product);
   }
-  if (fits && left < made.size()) {
-    fits = rest != 0 && count % rest == 0;
-    if (fits) made[left] = count / rest;
-  } else {
-    fits = fits && rest == count;
-  }
-  if (!fits) {
-    throw OpError(ErrorText(node_, ": ", ShapeText(shape), " cannot be reshaped to ", ShapeText(wanted), ". ", kFeed));
-  }
-  return made;
-}
-
-AttentionCompute::Sequences AttentionCompute::SplitRows(Call& call) const {
-  // A Reshape of query, key or value may use sizes of another of the three.
-  const auto depends = [](const Target& target) {
-    return std::any_of(target.sizes.begin(), target.sizes.end(),
-                       [](const Size& size) { return size.kind >= Size::Kind::kBatch; });
+  const bool is_joined = parts_.size() == 1;
+  const auto heads_of = [&](size_t role) {
+    const int64_t row_bytes = (is_joined ? total : WidthOf(role)) * kFloatBytes;
+    return HeadRows{rows + (is_joined ? columns[role] : m * columns[role]), attention.queries * row_bytes,
+                    attention.head_dim * kFloatBytes, row_bytes};
   };
-  const int64_t width = call.wide.back();
-  for (const bool are_dependent : {false, true}) {
-    for (const Target& target : attention_.splits) {
-      if (depends(target) != are_dependent) continue;
-      if (are_dependent && !call.sequences)
-        throw OpError(ErrorText(node_, ": the number of heads or their width is missing"));
-      const Shape split = Reshaped(call.wide, target, call);
-      const bool fits = split.size() == 4 && split[2] > 0 && split[3] > 0 && width % split[2] == 0 &&
-                        width / split[2] == split[3] && (attention_.heads == 0 || split[2] == attention_.heads);
-      const bool is_same = !call.sequences || (fits && split == Shape{call.sequences->batch, call.sequences->rows,
-                                                                      call.sequences->heads, call.sequences->head_dim});
-      if (!fits || !is_same) {
-        throw OpError(ErrorText(node_, ": queries, keys or values of shape ", ShapeText(call.wide), " are reshaped to ",
-                                ShapeText(split), ", expected [batch, rows, heads, head width] of ", width,
-                                " columns and equal shapes. ", kFeed));
-      }
-      call.sequences = {split[0], split[1], split[2], split[3]};
+  attention.q = heads_of(0);
+  attention.k = heads_of(1);
+  attention.v = heads_of(2);
+}
+
+// Return the rows of an input, and check or set the sizes of the call.
+HeadRows AttentionCompute::Rows(Call& call, size_t role, int64_t heads, AttentionCall& attention) const {
+  const NamedInput& input = spec_.inputs[role];
+  const FloatInput read = call.ReadFloats(input);
+  const Axes& axes = AxesOf(spec_.layouts[role]);
+  const Shape& shape = read.shape;
+  const int64_t head_dim = spec_.head_dim;
+  const auto expected = [&] {
+    const auto size = [](int64_t count, const char* name) { return count < 0 ? name : std::to_string(count); };
+    std::array<std::string, 4> names;
+    const bool is_query = role == 0;
+    names[axes.batch] = size(is_query ? -1 : attention.batch, "batch");
+    names[axes.rows] = size(role == 2 ? attention.keys : -1, "rows");
+    names[axes.heads] = std::to_string(heads);
+    names[axes.head_dim] = std::to_string(axes.rank == 3 ? heads * head_dim : head_dim);
+    std::string text = "[" + names[0];
+    for (size_t i = 1; i < axes.rank; ++i) text += ", " + names[i];
+    return text + "]";
+  };
+  bool fits = shape.size() == axes.rank;
+  if (fits && axes.rank == 3) fits = shape[axes.heads] == heads * head_dim;
+  if (fits && axes.rank == 4) fits = shape[axes.heads] == heads && shape[axes.head_dim] == head_dim;
+  if (fits && role > 0) fits = shape[axes.batch] == attention.batch;
+  if (fits && role == 2) fits = shape[axes.rows] == attention.keys;
+  if (!fits) throw WrongShape(input, shape, expected());
+  const int64_t batch = shape[axes.batch], rows = shape[axes.rows];
+  if (rows > kMaxTokens) throw Error("there are ", rows, " rows, expected at most ", kMaxTokens);
+  attention.batch = batch;
+  (role == 0 ? attention.queries : attention.keys) = rows;
+  std::array<int64_t, 4> strides{};
+  int64_t stride = 1;
+  for (size_t i = axes.rank; i-- > 0; stride *= shape[i]) strides[i] = stride;
+  const int64_t dim_stride = strides[axes.head_dim];
+  const int64_t head_stride = axes.rank == 3 ? head_dim * dim_stride : strides[axes.heads];
+  const std::span<const float> bias = spec_.biases[role];
+  if (dim_stride == 1 && bias.empty()) {
+    return {read.data, strides[axes.batch] * kFloatBytes, head_stride * kFloatBytes, strides[axes.rows] * kFloatBytes};
+  }
+  float* const made = call.Floats(Product(Product(batch, rows), heads * head_dim));
+  call.host.ParallelFor(batch * heads, [&](int64_t unit) {
+    const int64_t b = unit / heads, head = unit % heads;
+    for (int64_t row = 0; row < rows; ++row) {
+      float* const to = made + ((b * heads + head) * rows + row) * head_dim;
+      const float* const from = read.data + b * strides[axes.batch] + head * head_stride + row * strides[axes.rows];
+      for (int64_t i = 0; i < head_dim; ++i) to[i] = from[i * dim_stride];
+      for (int64_t i = 0; i < head_dim && !bias.empty(); ++i) to[i] += bias[static_cast<size_t>(head * head_dim + i)];
     }
-  }
-  return *call.sequences;
+  });
+  return {made, heads * rows * head_dim * kFloatBytes, rows * head_dim * kFloatBytes, head_dim * kFloatBytes};
 }
 
-void AttentionCompute::CheckKeyViews(const Call& call) const {
-  if (attention_.key_views.empty()) return;
-  const auto [batch, rows, heads, head_dim] = *call.sequences;
-  const Shape flat = Reshaped({batch, heads, rows, head_dim}, attention_.key_views[0], call);
-  const bool fits =
-      flat == Shape{batch * heads, rows, head_dim} &&
-      Reshaped({batch * heads, head_dim, rows}, attention_.key_views[1], call) == Shape{batch, heads, head_dim, rows};
-  if (!fits) {
-    throw OpError(ErrorText(node_, ": keys of ", batch, " x ", heads, " x ", rows, " x ", head_dim, " are reshaped to ",
-                            ShapeText(flat), ", which mixes sequences. ", kFeed));
+void AttentionCompute::ReadInputs(Call& call, AttentionCall& attention) const {
+  if (!parts_.empty()) return Project(call, attention);
+  const bool is_packed = !spec_.inputs[1].slot;
+  attention.q = Rows(call, 0, is_packed ? spec_.heads + 2 * spec_.kv_heads : spec_.heads, attention);
+  if (is_packed) {
+    attention.keys = attention.queries;
+    attention.k = attention.v = attention.q;
+    attention.k.data = attention.q.At(0, spec_.heads, 0);
+    attention.v.data = attention.q.At(0, spec_.heads + spec_.kv_heads, 0);
+    return;
   }
+  attention.k = Rows(call, 1, spec_.kv_heads, attention);
+  attention.v = Rows(call, 2, spec_.kv_heads, attention);
 }
 
-// Convert key padding to a float mask that is added to scores [batch, heads, rows, keys].
-FloatInput AttentionCompute::ReadPadding(const Mask& mask, const InputTensor<int32_t>& input, const Shape& scores,
-                                         Call& call) const {
-  Shape shape = input.shape;
-  shape.insert(shape.begin() + std::min<std::ptrdiff_t>(1, std::ssize(shape)), input.shape.size() == 2 ? 2 : 1, 1);
-  CheckMask(node_, shape, scores);
-  const int64_t count = CountOf(shape);
-  float* const made = call.Floats(count);
-  for (int64_t i = 0; i < count; ++i) made[i] = input.data[i] > 0 ? 0.0f : mask.fill;
-  return {made, shape};
-}
-
-FloatInput AttentionCompute::ReadMask(size_t index, const Shape& scores, Call& call) const {
-  const Mask& mask = attention_.masks[index];
-  if (mask.is_padding) {
-    return ReadPadding(mask, ReadInput<int32_t>(call.ort, call.context, inputs_.at(mask.value)), scores, call);
-  }
-  FloatInput floats{mask.values.data(), mask.shape};
+// Return a mask as floats that are added to the scores [batch, heads, rows, keys].
+FloatInput AttentionCompute::ReadMask(const MaskSpec& mask, const Shape& scores, Call& call) const {
+  FloatInput floats{mask.values.values.data(), mask.values.shape};
   // Read bool tensors as bytes: a caller may pass bytes other than 0 and 1, which are undefined behaviour as bool.
   InputTensor<uint8_t> bytes;
-  if (mask.is_condition) {
-    bytes = ReadInput<uint8_t>(call.ort, call.context, inputs_.at(mask.value));
-  } else if (mask.value != nullptr) {
-    floats = ReadFloats(call.ort, call.context, inputs_.at(mask.value), call.memory);
+  InputTensor<int32_t> padding;
+  Shape shape = floats.shape;
+  if (mask.kind == MaskSpec::Kind::kCondition) {
+    bytes = call.Read<uint8_t>(mask.input);
+    shape = bytes.shape;
+  } else if (mask.kind == MaskSpec::Kind::kPadding) {
+    padding = call.Read<int32_t>(mask.input);
+    shape = padding.shape;
+    shape.insert(shape.begin() + std::min<std::ptrdiff_t>(1, std::ssize(shape)), shape.size() == 2 ? 2 : 1, 1);
+  } else if (mask.input.slot) {
+    floats = call.ReadFloats(mask.input);
+    shape = floats.shape;
   }
-  const Shape& stored = mask.is_condition ? bytes.shape : floats.shape;
-  FloatInput read{floats.data, stored};
-  const bool is_longer = mask.is_truncated && !stored.empty() && stored.back() > scores.back();
-  if (is_longer) read.shape.back() = scores.back();
-  CheckMask(node_, read.shape, scores);
-  if (!is_longer && !mask.is_condition) return read;
-  const int64_t count = CountOf(read.shape), row = read.shape.empty() ? 1 : read.shape.back();
-  const int64_t input_row = read.shape.empty() ? 1 : stored.back();
-  float* const made = call.Floats(count);
+  const Shape found = shape;
+  const int64_t stored_row = shape.empty() ? 1 : shape.back();
+  if (mask.truncated && !shape.empty() && stored_row > scores.back()) shape.back() = scores.back();
+  const int64_t row = shape.empty() ? 1 : shape.back();
+  if (mask.heads != 0 && shape.size() == 3 && shape[0] % mask.heads == 0) {
+    shape = {shape[0] / mask.heads, mask.heads, shape[1], shape[2]};
+  }
+  int64_t windows = 1;
+  if (mask.windows && shape.size() == 5 && shape[0] == 1 && shape[1] > 0 && scores[0] % shape[1] == 0) {
+    windows = scores[0] / shape[1];
+    shape = {shape[1], shape[2], shape[3], shape[4]};
+  }
+  Shape whole = shape;
+  if (windows > 1) whole[0] = scores[0];
+  if (whole.size() > scores.size() || BroadcastShape(scores, whole) != scores) {
+    throw Error("its mask has shape ", ShapeText(found), ", which does not broadcast to ", ShapeText(scores), ". ",
+                kFeed);
+  }
+  const bool is_plain = mask.kind == MaskSpec::Kind::kAdded && mask.scale == 1;
+  if (is_plain && row == stored_row && windows == 1) return {floats.data, shape};
+  const int64_t count = CountOf(shape);
+  float* const made = call.Floats(Product(count, windows));
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t slot = i / row * input_row + i % row;
-    const bool is_hidden = mask.is_condition && (bytes.data[slot] != 0) == mask.hides;
-    made[i] = mask.is_condition ? (is_hidden ? mask.fill : 0.0f) : read.data[slot];
+    const int64_t at = row == 0 ? i : i / row * stored_row + i % row;
+    if (mask.kind == MaskSpec::Kind::kAdded) made[i] = floats.data[at] * mask.scale;
+    if (mask.kind == MaskSpec::Kind::kCondition) made[i] = (bytes.data[at] != 0) == mask.hides ? mask.fill : 0.0f;
+    if (mask.kind == MaskSpec::Kind::kPadding) made[i] = padding.data[at] > 0 ? 0.0f : mask.fill;
   }
-  read.data = made;
-  return read;
+  for (int64_t i = 1; i < windows; ++i) std::copy_n(made, count, made + i * count);
+  return {made, whole};
 }
 
 // Replace the scores that a condition hides by its fill. Adding would give -Inf for the sum of two lowest floats.
@@ -238,15 +337,14 @@ void Replace(const FloatInput& fills, const Shape& shape, float* total) {
 // Return the sum of all masks.
 MaskRows AttentionCompute::ReadMasks(const Shape& scores, Call& call) const {
   MaskRows rows;
-  if (attention_.masks.empty()) return rows;
-  FloatInput sum = ReadMask(0, scores, call);
-  for (size_t i = 1; i < attention_.masks.size(); ++i) {
-    const FloatInput next = ReadMask(i, scores, call);
-    const Shape shape =
-        *BroadcastShape(sum.shape, next.shape);  // cannot fail: both broadcast to the shape of the scores
+  if (spec_.masks.empty()) return rows;
+  FloatInput sum = ReadMask(spec_.masks[0], scores, call);
+  for (size_t i = 1; i < spec_.masks.size(); ++i) {
+    const FloatInput next = ReadMask(spec_.masks[i], scores, call);
+    const Shape shape = *BroadcastShape(sum.shape, next.shape);  // cannot fail: both broadcast to the scores
     float* const total = call.Floats(CountOf(shape));
     BroadcastAdd(sum.data, sum.shape, next.data, next.shape, total, shape);
-    if (attention_.masks[i].is_condition) Replace(next, shape, total);
+    if (spec_.masks[i].kind == MaskSpec::Kind::kCondition) Replace(next, shape, total);
     sum = {total, shape};
   }
   rows.data = sum.data;
@@ -255,10 +353,12 @@ MaskRows AttentionCompute::ReadMasks(const Shape& scores, Call& call) const {
   return rows;
 }
 
-void AttentionCompute::ZeroRows(const AttentionCall& attention, const Call& call) const {
-  const InputTensor<uint8_t> input = ReadInput<uint8_t>(call.ort, call.context, inputs_.at(attention_.zero_rows));
+void AttentionCompute::ZeroRows(const AttentionCall& attention, Call& call) const {
+  const InputTensor<uint8_t> input = call.Read<uint8_t>(spec_.zero_rows);
   const Shape rows = {attention.batch, attention.heads, attention.queries, 1};
-  CheckMask(node_, input.shape, rows);
+  if (input.shape.size() > 4 || BroadcastShape(rows, input.shape) != rows) {
+    throw WrongShape(spec_.zero_rows, input.shape, "a shape that broadcasts to " + ShapeText(rows));
+  }
   const Shape strides = BroadcastStrides(input.shape, rows);
   for (int64_t batch = 0; batch < attention.batch; ++batch) {
     for (int64_t head = 0; head < attention.heads; ++head) {
@@ -270,66 +370,141 @@ void AttentionCompute::ZeroRows(const AttentionCall& attention, const Call& call
   }
 }
 
-void AttentionCompute::Write(ContextWriter& writer) const {
-  writer.Int(static_cast<int64_t>(StepKind::kAttention));
-  writer.String(node_);
-  writer.String(x_name_);
-  WriteSlot(writer, x_);
-  WriteSlot(writer, y_);
-  writer.Int(static_cast<int64_t>(parts_.size()));
-  for (const Part& part : parts_) part.packed.Write(writer);
-  WriteAttention(attention_, inputs_, writer);
+// Move the output to the model's layout, and convert it to the model's type.
+void AttentionCompute::Finish(const AttentionCall& attention, Call& call) const {
+  if (spec_.zero_rows.slot) ZeroRows(attention, call);
+  const int64_t heads = attention.heads, rows = attention.queries, head_dim = attention.head_dim;
+  if (call.moved != nullptr) {
+    call.host.ParallelFor(attention.batch * heads, [&](int64_t unit) {
+      for (int64_t row = 0; row < rows; ++row) {
+        std::copy_n(attention.Y(unit / heads, unit % heads, row), head_dim,
+                    call.moved + (unit * rows + row) * head_dim);
+      }
+    });
+  }
+  if (call.y) call.y->Finish();
 }
 
 void AttentionCompute::Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const {
-  if (!y_) return;
-  Call call{ort, context, host, {}, std::nullopt, CallMemory(host)};
-  const FloatInput x = ReadFloats(ort, context, x_, call.memory);
-  int64_t m = 0;
-  for (const Part& part : parts_) m = part.plan.CountRows(x.shape, node_, x_name_);
-  call.wide = x.shape;
-  const int64_t width = Width();
-  call.wide.back() = width;
-  const Sequences sequences = SplitRows(call);
-  CheckKeyViews(call);
-  if (sequences.rows > kMostTokens) {
-    throw OpError(ErrorText(node_, ": there are ", sequences.rows, " keys, expected at most ", kMostTokens));
-  }
+  if (!spec_.y && !spec_.has_cache) return;
+  Call call{ort, context, host, CallMemory(host)};
   AttentionCall attention;
-  attention.batch = sequences.batch;
-  attention.heads = attention.kv_heads = sequences.heads;
-  attention.queries = attention.keys = sequences.rows;
-  attention.head_dim = sequences.head_dim;
-  attention.scale = attention_.scale;
-  attention.causal = attention_.causal;
-  attention.zero_hidden_rows = attention_.zero_hidden_rows;
-  const Shape by_rows = {sequences.batch, sequences.rows, sequences.heads, sequences.head_dim};
-  const FloatOutput y(ort, context, *y_, Reshaped(by_rows, attention_.merge, call), call.memory);
-  if (m == 0) return;
-  attention.y = y.data();
-  attention.mask = ReadMasks({sequences.batch, sequences.heads, sequences.rows, sequences.rows}, call);
-  float* const rows = call.Floats(Product(Product(m, 3), width));
-  for (size_t i = 0; i < parts_.size(); ++i) {
-    LinearCall product;
-    product.x = x.data;
-    product.m = m;
-    product.bias = parts_[i].packed.Bias();
-    product.y = rows + static_cast<int64_t>(i) * m * width;
-    parts_[i].plan.Run(host, product);
+  attention.heads = spec_.heads;
+  attention.kv_heads = spec_.kv_heads;
+  attention.head_dim = spec_.head_dim;
+  attention.scale = spec_.scale;
+  attention.causal = spec_.causal;
+  attention.zero_hidden_rows = spec_.zero_hidden_rows;
+  ReadInputs(call, attention);
+  const int64_t batch = attention.batch, rows = attention.queries, heads = spec_.heads, head_dim = spec_.head_dim;
+  const bool by_heads = spec_.output_layout == Layout::kByHeads;
+  const Shape shape = by_heads ? Shape{batch, heads, rows, head_dim} : Shape{batch, rows, heads * head_dim};
+  if (spec_.y) call.y.emplace(ort, context, *spec_.y, shape, call.memory);
+  attention.y = by_heads || !spec_.y ? call.Floats(CountOf(shape)) : call.y->data();
+  if (by_heads && spec_.y) call.moved = call.y->data();
+  if (spec_.has_cache) return RunCached(call, attention);
+  if (attention.causal && attention.queries != attention.keys) {
+    throw Error("it is causal, but has ", attention.queries, " queries and ", attention.keys, " keys. ", kFeed);
   }
-  // Query, key and value are columns of one tensor, or three separate tensors.
-  const bool is_joined = parts_.size() == 1;
-  const int64_t row_bytes = (is_joined ? 3 : 1) * width * kFloatBytes;
-  const auto heads_at = [&](int64_t index) {
-    return HeadRows{rows + index * (is_joined ? width : m * width), attention.queries * row_bytes,
-                    attention.head_dim * kFloatBytes, row_bytes};
-  };
-  attention.q = heads_at(0);
-  attention.k = heads_at(1);
-  attention.v = heads_at(2);
+  if (CountOf(shape) == 0) return;
+  attention.mask = ReadMasks({batch, heads, rows, attention.keys}, call);
   plan_.Run(host, attention);
-  if (attention_.zero_rows != nullptr) ZeroRows(attention, call);
-  y.Finish();
+  Finish(attention, call);
+}
+
+int64_t AttentionCompute::ReadRoom(Call& call, const AttentionCall& attention) const {
+  const auto tokens_of = [&](const NamedInput& input) {
+    const Shape shape = call.Read<float>(input).shape;
+    if (shape.size() == 4 && shape == Shape{attention.batch, attention.kv_heads, shape[2], attention.head_dim}) {
+      return shape[2];
+    }
+    throw WrongShape(input, shape,
+                     ErrorText("[", attention.batch, ", ", attention.kv_heads, ", tokens, ", attention.head_dim, "]"));
+  };
+  const NamedInput &key = spec_.cache.past_key, &value = spec_.cache.past_value;
+  const int64_t room = tokens_of(key), value_room = tokens_of(value);
+  if (room != value_room) {
+    throw Error("'", key.name, "' holds ", room, " tokens and '", value.name, "' ", value_room,
+                ", expected equal lengths. Feed the present caches that the model returned.");
+  }
+  if (room > kMaxTokens - attention.queries) {
+    throw Error("there are ", room, " tokens in the cache and ", attention.queries, " in the call, expected at most ",
+                kMaxTokens);
+  }
+  return room;
+}
+
+void AttentionCompute::ReadLengths(Call& call, CachedCall& cached) const {
+  const AttentionSpec::Cache& cache = spec_.cache;
+  const int64_t room = ReadRoom(call, cached);
+  std::vector<int32_t> lengths(static_cast<size_t>(cached.batch), static_cast<int32_t>(room + cached.queries - 1));
+  if (cache.lengths.slot) {
+    const InputTensor<int32_t> given = call.Read<int32_t>(cache.lengths);
+    if (CountOf(given.shape) != cached.batch) {
+      throw WrongShape(cache.lengths, given.shape, ErrorText("[", cached.batch, "], one length for each sequence"));
+    }
+    std::copy_n(given.data, cached.batch, lengths.begin());
+  }
+  const std::string problem =
+      cached.SetLengths(lengths, room, 0, "'" + cache.lengths.name + "'", "'" + cache.past_key.name + "'");
+  if (!problem.empty()) throw Error(problem);
+  if (cache.total.slot) {
+    const InputTensor<int32_t> total = call.Read<int32_t>(cache.total);
+    if (CountOf(total.shape) != 1) throw WrongShape(cache.total, total.shape, "one element");
+    if (*total.data > room + cached.queries) {
+      throw Error("'", cache.total.name, "' is ", *total.data, ", but '", cache.past_key.name, "' holds ", room,
+                  " tokens and the call ", cached.queries, ", expected at most their sum. ", kFeed);
+    }
+    // The host may expect present caches that are longer than the past and the new tokens.
+    cached.room = std::max<int64_t>(cached.room, *total.data);
+  }
+  cached.keys = cached.room;
+}
+
+void AttentionCompute::ReadRotary(Call& call, CachedCall& cached) const {
+  const NamedInput &cos_input = spec_.cache.cos, &sin_input = spec_.cache.sin;
+  if (!cos_input.slot || cached.batch == 0 || cached.queries == 0) return;
+  const FloatInput cos = call.Read<float>(cos_input), sin = call.Read<float>(sin_input);
+  const int64_t half = cached.head_dim / 2, most = cached.MostTokens();
+  const bool fits = cos.shape.size() == 2 && cos.shape[1] == half && sin.shape == cos.shape;
+  if (!fits) {
+    throw Error("'", cos_input.name, "' has shape ", ShapeText(cos.shape), " and '", sin_input.name, "' ",
+                ShapeText(sin.shape), ", expected [positions, ", half, "] for both");
+  }
+  if (cos.shape[0] < most) {
+    throw Error("a sequence has ", most, " tokens, but '", cos_input.name, "' and '", sin_input.name, "' are for ",
+                cos.shape[0], " positions. Feed shorter sequences.");
+  }
+  cached.cos = cos.data;
+  cached.sin = sin.data;
+}
+
+CacheRows AttentionCompute::Present(Call& call, const NamedInput& past, std::optional<size_t> present,
+                                    const CachedCall& cached) const {
+  const FloatInput before = call.Read<float>(past);
+  const int64_t room = before.shape[2], row_bytes = cached.head_dim * kFloatBytes;
+  float* const data = call.Make(present, {cached.batch, cached.kv_heads, cached.room, cached.head_dim});
+  if (before.data == data && room != cached.room && cached.room != 0) {
+    throw Error("past and present of '", past.name, "' are one buffer of ", room, " tokens, expected ", cached.room,
+                ". Share a buffer for all tokens, or none.");
+  }
+  return {reinterpret_cast<char*>(data), row_bytes, cached.room * row_bytes, reinterpret_cast<const char*>(before.data),
+          room * row_bytes};
+}
+
+void AttentionCompute::RunCached(Call& call, const AttentionCall& attention) const {
+  if (attention.keys != attention.queries) {
+    throw Error("there are ", attention.queries, " queries and ", attention.keys, " new keys, expected equal counts. ",
+                kFeed);
+  }
+  CachedCall cached(attention);
+  ReadLengths(call, cached);
+  ReadRotary(call, cached);
+  cached.key_cache = Present(call, spec_.cache.past_key, spec_.cache.present_key, cached);
+  cached.value_cache = Present(call, spec_.cache.past_value, spec_.cache.present_value, cached);
+  cached.mask = ReadMasks({cached.batch, cached.heads, cached.queries, cached.keys}, call);
+  cached_plan_->Run(call.host, cached);
+  Finish(cached, call);
 }
 
 }  // namespace ortolan::provider

@@ -1,25 +1,25 @@
-// Computes an attention together with its query, key and value layers. Query, key and value rows are contiguous, as in
-// an optimized model, so outputs equal those of NoMADAttention (nomad_attention/op.cc).
+// Computes an attention, alone or together with its query, key and value layers, with or without a KV cache. Outputs
+// equal those of NoMADAttention in an optimized model (nomad_attention/op.cc), because the plans are the same.
 #pragma once
 
 #include <deque>
-#include <unordered_map>
 
+#include "nomad_attention/cached_plan.h"
 #include "nomad_attention/nomad_attention.h"
+#include "provider/attention_spec.h"
 #include "provider/call_values.h"
 #include "provider/compute.h"
-#include "provider/io_slots.h"
 #include "provider/packed_layers.h"
 
 namespace ortolan::provider {
 
 class AttentionCompute : public StepCompute {
  public:
-  // See GroupCompute. The step must have an attention.
-  AttentionCompute(const Step& step, const Node& fused);
+  // See GroupCompute. The step must have an attention, and no or three layers.
+  AttentionCompute(const Graph& graph, const Step& step, const Node& fused);
   // Reads what Write has written after the step kind. Throws OpError.
   AttentionCompute(ContextReader& reader, const IoSlots& slots);
-  std::optional<size_t> y() const override { return y_; }
+  std::optional<size_t> y() const override { return spec_.y; }
   void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const override;
   void Write(ContextWriter& writer) const override;
 
@@ -31,35 +31,35 @@ class AttentionCompute : public StepCompute {
     PackedLayers packed;
     LinearPlan plan;
   };
-  // The sizes of one call.
-  struct Sequences {
-    int64_t batch = 0;
-    int64_t rows = 0;
-    int64_t heads = 0;
-    int64_t head_dim = 0;
-  };
-  // A call's context and its sizes.
+  // The context of a call.
   struct Call;
 
   void ReadParts(ContextReader& reader);
-  // Columns of the query, which are also those of the key and of the value.
-  int64_t Width() const { return parts_.back().plan.layer().Columns() / (parts_.size() == 1 ? 3 : 1); }
-  int64_t NumberOf(const Size& size, const Call& call) const;
-  Shape Reshaped(const Shape& shape, const Target& target, const Call& call) const;
-  Sequences SplitRows(Call& call) const;
-  void CheckKeyViews(const Call& call) const;
-  FloatInput ReadMask(size_t index, const Shape& scores, Call& call) const;
-  FloatInput ReadPadding(const Mask& mask, const InputTensor<int32_t>& input, const Shape& scores, Call& call) const;
+  int64_t WidthOf(size_t role) const { return (role == 0 ? spec_.heads : spec_.kv_heads) * spec_.head_dim; }
+  void Project(Call& call, AttentionCall& attention) const;
+  HeadRows Rows(Call& call, size_t role, int64_t heads, AttentionCall& attention) const;
+  void ReadInputs(Call& call, AttentionCall& attention) const;
+  FloatInput ReadMask(const MaskSpec& mask, const Shape& scores, Call& call) const;
   MaskRows ReadMasks(const Shape& scores, Call& call) const;
-  void ZeroRows(const AttentionCall& attention, const Call& call) const;
+  void ZeroRows(const AttentionCall& attention, Call& call) const;
+  void Finish(const AttentionCall& attention, Call& call) const;
+  void RunCached(Call& call, const AttentionCall& attention) const;
+  int64_t ReadRoom(Call& call, const AttentionCall& attention) const;
+  void ReadLengths(Call& call, CachedCall& cached) const;
+  void ReadRotary(Call& call, CachedCall& cached) const;
+  CacheRows Present(Call& call, const NamedInput& past, std::optional<size_t> present, const CachedCall& cached) const;
 
-  std::string node_, x_name_;
-  Attention attention_;
-  size_t x_;
-  std::optional<size_t> y_;                   // nullopt if no node reads the output
-  std::unordered_map<Value, size_t> inputs_;  // input index of each mask, size and zero_rows tensor
-  std::deque<Part> parts_;                    // one part for query, key and value together, or three
+  template <typename... Parts>
+  OpError Error(const Parts&... parts) const {
+    return OpError(ErrorText(spec_.node, ": ", parts...));
+  }
+  OpError WrongShape(const NamedInput& input, const Shape& found, const std::string& expected) const;
+
+  AttentionSpec spec_;
+  std::array<std::vector<float>, 3> own_biases_;
+  std::deque<Part> parts_;  // one part for query, key and value together, or three; none without layers
   AttentionPlan plan_;
+  std::optional<CachedPlan> cached_plan_;  // with a cache
 };
 
 }  // namespace ortolan::provider

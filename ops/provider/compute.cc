@@ -6,7 +6,6 @@
 
 #include "host/broadcast.h"
 #include "provider/attention_compute.h"
-#include "provider/cached_attention_compute.h"
 #include "provider/call_values.h"
 #include "provider/io_slots.h"
 #include "provider/packed_layers.h"
@@ -294,13 +293,10 @@ GroupCompute::GroupCompute(const HostApi& host) : OrtNodeComputeInfo{}, ort_(*ho
 
 GroupCompute::GroupCompute(const HostApi& host, const Graph& graph, const Group& group, const Node& fused)
     : GroupCompute(host) {
-  if (group.cached_attention) {
-    steps_.push_back(std::make_unique<CachedAttentionCompute>(*group.cached_attention, fused));
-  }
   if (group.sum_norm) steps_.push_back(std::make_unique<SumNormCompute>(graph, *group.sum_norm, fused));
   for (const Step& step : group.steps) {
     if (step.attention) {
-      steps_.push_back(std::make_unique<AttentionCompute>(step, fused));
+      steps_.push_back(std::make_unique<AttentionCompute>(graph, step, fused));
     } else {
       steps_.push_back(std::make_unique<LinearCompute>(step, fused));
     }

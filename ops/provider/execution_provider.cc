@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <set>
 #include <utility>
 
 namespace ortolan::provider {
@@ -10,6 +11,27 @@ namespace {
 // First version that gives fused nodes of a branch unique names. With older versions a name may also occur in the
 // parent graph, and then creating the session fails.
 constexpr uint32_t kNamesBranches = 25;
+
+// Return the attention of a graph, and append the reasons against similar nodes.
+std::vector<match::Attention> AttentionsOf(const Graph& graph, Claims& claims) {
+  const match::Dimensions dims(graph);
+  std::vector<match::Attention> found;
+  std::set<const Node*> decided;
+  const auto add = [&](const match::FoundAttention& one) {
+    if (const auto* const attention = std::get_if<match::Attention>(&one)) {
+      if (decided.insert(attention->node).second) found.push_back(*attention);
+      return;
+    }
+    const auto& refused = std::get<match::NotAttention>(one);
+    if (!refused.cached || !decided.insert(refused.node).second) return;
+    claims.left.emplace_back(refused.node, refused.reason.Text());
+  };
+  for (const match::FoundAttention& one : match::FindCachedAttentions(dims)) add(one);
+  for (const match::FoundAttention& one : match::FindAttentions(dims, match::Executor::kProvider)) add(one);
+  std::sort(found.begin(), found.end(),
+            [](const match::Attention& a, const match::Attention& b) { return a.node->index() < b.node->index(); });
+  return found;
+}
 
 }  // namespace
 
@@ -47,20 +69,39 @@ std::string ExecutionProvider::WhyNot(const OrtModelGraph& model) const {
 }
 
 void ExecutionProvider::Claim(const OrtGraph& ort_graph, OrtEpGraphSupportInfo& info) {
-  OrtModelGraph model(host_, ort_graph);
-  Graph& graph = model.graph();
+  const auto model = std::make_shared<OrtModelGraph>(host_, ort_graph);
+  Graph& graph = model->graph();
   for (const Node& node : graph.nodes()) {
     if (!IsContextNode(node)) continue;
     claims_.Takes(node, "compiled");
-    ClaimNodes(model, std::array{&node}, false, info);
+    ClaimNodes(*model, std::array{&node}, false, info);
   }
-  const Claims claims = FindGroups(graph, options_.rules, clipped_ranges_, false);
-  const std::string why_not = claims.groups.empty() ? "" : WhyNot(model);
+  Claims claims = FindGroups(graph, options_.rules, clipped_ranges_, false,
+                             [&](Claims& left) { return AttentionsOf(graph, left); });
+  const std::string why_not = claims.groups.empty() ? "" : WhyNot(*model);
+  if (why_not.empty()) SaveAttentions(model, claims);
   Tell(claims, why_not);
   for (const Group& group : claims.groups) {
-    // The sin and cos tables of an attention are not packed, because all attention nodes share them.
-    if (why_not.empty()) ClaimNodes(model, group.nodes, !group.cached_attention, info);
+    // Inputs of an attention that is computed alone, such as sin and cos tables, are not packed: all attention nodes
+    // share them.
+    const bool packs = group.steps.empty() || !group.steps.front().layers.empty();
+    if (why_not.empty()) ClaimNodes(*model, group.nodes, packs, info);
   }
+}
+
+void ExecutionProvider::SaveAttentions(const std::shared_ptr<const OrtModelGraph>& model, Claims& claims) {
+  std::erase_if(claims.groups, [&](const Group& group) {
+    for (const Step& step : group.steps) {
+      if (!step.attention) continue;
+      try {
+        attentions_.Save(model, *step.attention);
+      } catch (const UnfitError& reason) {
+        claims.left.emplace_back(&step.First(), reason.what());
+        return true;
+      }
+    }
+    return false;
+  });
 }
 
 // Log claimed and rejected nodes in graph order.
@@ -76,10 +117,10 @@ void ExecutionProvider::Tell(const Claims& claims, const std::string& why_not) c
     const auto add = [&](const Node* node, const std::string& text) {
       lines.push_back({node, why_not.empty(), why_not.empty() ? text : why_not});
     };
-    if (group.cached_attention) add(group.cached_attention->node, group.cached_attention->Described());
     if (group.sum_norm) add(group.sum_norm->norm.node, group.sum_norm->Described());
     for (const Step& step : group.steps) {
       for (const Layer& layer : step.layers) add(layer.nodes.front(), layer.Numbers() + step.Fused());
+      if (step.layers.empty()) add(&step.First(), step.attention->Described());
     }
   }
   std::sort(lines.begin(), lines.end(), [](const Line& a, const Line& b) { return a.node->index() < b.node->index(); });
@@ -121,7 +162,8 @@ std::unique_ptr<GroupCompute> ExecutionProvider::CompileGraph(const OrtGraph& or
   if (graph.nodes().size() == 1 && IsContextNode(model.node())) {
     return context_.Read(model, fused_model.node(), PathOf(ort_graph));
   }
-  const Claims claims = FindGroups(graph, options_.rules, clipped_ranges_, true);
+  const Claims claims =
+      FindGroups(graph, options_.rules, clipped_ranges_, true, [&](Claims&) { return attentions_.In(graph); });
   if (claims.groups.size() != 1 || claims.groups.front().nodes.size() != graph.nodes().size()) {
     const std::string reason = claims.left.empty() ? "" : ": " + claims.left.front().second;
     throw OpError(ErrorText("a group of ", graph.nodes().size(), " nodes differs from the claimed group", reason));

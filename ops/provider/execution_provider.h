@@ -23,6 +23,8 @@ class ExecutionProvider : public OrtEp {
   void Claim(const OrtGraph& graph, OrtEpGraphSupportInfo& info);
   // Return the reason why no node of the graph can be claimed; empty if nodes can be claimed.
   std::string WhyNot(const OrtModelGraph& model) const;
+  // Keep the claimed attention for Compile. A group whose attention cannot be kept is not claimed.
+  void SaveAttentions(const std::shared_ptr<const OrtModelGraph>& model, Claims& claims);
   void Tell(const Claims& claims, const std::string& why_not) const;
   // packs: Compile packs the constant inputs, so the fused node need not read them.
   void ClaimNodes(const OrtModelGraph& model, std::span<const Node* const> nodes, bool packs,
@@ -38,6 +40,7 @@ class ExecutionProvider : public OrtEp {
   ProviderOptions options_;
   ContextModel context_;
   ClippedRanges clipped_ranges_;  // ranges of all graphs seen by GetCapability
+  SavedAttentions attentions_;    // claimed by GetCapability
   bool has_compiled_ = false;
 };
 

@@ -176,9 +176,7 @@ ProviderOptions ReadOptions(const SessionEntries& entries) {
     // (vnni_spmm/README.md). Without AVX2 nothing was measured, so 2.0 claims no int8 layer.
     options.rules.least_zero_blocks = features.Has(feature_set::avx2) ? 0.8 : 2.0;
   }
-  if (options.context.enabled) {
-    options.rules.why_no_cached_attention = "it has no weights to pack; sessions on the compiled model claim it";
-  } else if (!features.Has(feature_set::avx2) && claims != kAll) {
+  if (!features.Has(feature_set::avx2) && claims != kAll) {
     options.rules.why_no_cached_attention = "without AVX2 ONNX Runtime's attention with a cache is faster";
   }
   return options;

@@ -21,14 +21,14 @@ void AddNodes(const Layer& layer, std::vector<const Node*>& nodes) {
 
 class Finder {
  public:
-  Finder(const Graph& graph, const QdqPairs& roundings, const LayerRules& rules)
-      : graph_(graph), qdq_pairs_(roundings), rules_(rules) {}
+  Finder(const Graph& graph, const QdqPairs& roundings, const LayerRules& rules,
+         std::vector<match::Attention> attentions)
+      : graph_(graph), qdq_pairs_(roundings), rules_(rules), attentions_(std::move(attentions)) {}
 
   Claims Find() {
     ReadLayers();
     MakeSteps();
     MakeGroups();
-    TakeCachedAttention();
     return std::move(claims_);
   }
 
@@ -81,23 +81,13 @@ class Finder {
 
   void MakeSteps() {
     std::vector<bool> is_used(layers_.size());
-    for (const Node& node : graph_.nodes()) {
-      if (layers_.empty()) break;
+    for (const match::Attention& found : attentions_) {
       try {
-        if (std::optional<Attention> attention = FindAttention(graph_, node, layers_)) {
-          const auto is_taken = [&](const Node* one) { return taken_.count(one) != 0; };
-          Expect(std::none_of(attention->nodes.begin(), attention->nodes.end(), is_taken),
-                 "some of its nodes belong to another attention");
-          const auto is_clipped = [&](size_t layer) { return layers_[layer].x_bounds.has_value(); };
-          Expect(std::none_of(attention->layers.begin(), attention->layers.end(), is_clipped),
-                 "the range of its layers' input begins at 0");
-          for (const size_t layer : attention->layers) is_used[layer] = true;
-          // Keep other layers from fusing an addition inside this attention as their residual.
-          taken_.insert(attention->nodes.begin(), attention->nodes.end());
-          steps_.push_back(AttentionStep(std::move(*attention)));
-        }
+        // Passes fuse attention only in models with layers that they replace.
+        const bool is_wanted = found.cache || !layers_.empty() || rules_.precision != Precision::kFloat32;
+        if (is_wanted) steps_.push_back(AttentionStep(found, is_used));
       } catch (const UnfitError& reason) {
-        Leave(node, reason.what());
+        Leave(*found.node, reason.what());
       }
     }
     for (size_t i = 0; i < layers_.size(); ++i) {
@@ -111,9 +101,8 @@ class Finder {
       steps_.push_back(LayerStep(layers_[i]));
     }
     // Process steps in graph order, so that the sum of two layers' outputs is fused with the first layer.
-    std::sort(steps_.begin(), steps_.end(), [](const Step& a, const Step& b) {
-      return a.layers.front().nodes.front()->index() < b.layers.front().nodes.front()->index();
-    });
+    std::sort(steps_.begin(), steps_.end(),
+              [](const Step& a, const Step& b) { return a.First().index() < b.First().index(); });
   }
 
   Step LayerStep(const Layer& layer) const {
@@ -125,20 +114,49 @@ class Finder {
     return step;
   }
 
-  // FindAttention has checked that the query, key and value layers have no other consumers.
-  Step AttentionStep(Attention attention) const {
+  // Return the step of an attention, together with its query, key and value layers if they read the same X and nothing
+  // else reads their outputs.
+  Step AttentionStep(const match::Attention& found, std::vector<bool>& is_used) {
     Step step;
-    step.y = attention.y;
-    step.nodes = attention.nodes;
-    for (const size_t index : attention.layers) {
-      const Layer& layer = layers_[index];
-      AddNodes(layer, step.nodes);
-      const std::vector<float>& bias = attention.biases[step.layers.size()];
-      step.layers.push_back(layer);
-      if (!bias.empty()) step.layers.back().bias = bias;
+    step.attention = ReadAttention(graph_, found);
+    if (found.cache) Expect(rules_.why_no_cached_attention.empty(), rules_.why_no_cached_attention);
+    const auto is_taken = [&](const Node* one) { return taken_.count(one) != 0; };
+    Expect(std::none_of(found.nodes.begin(), found.nodes.end(), is_taken),
+           "some of its nodes belong to another attention");
+    // Keep other layers from fusing an addition inside this attention as their residual.
+    taken_.insert(found.nodes.begin(), found.nodes.end());
+    step.y = found.output;
+    step.nodes = found.nodes;
+    for (const size_t layer : LayersOf(*step.attention, is_used)) {
+      is_used[layer] = true;
+      step.layers.push_back(layers_[layer]);
+      AddNodes(layers_[layer], step.nodes);
     }
-    step.attention = std::move(attention);
     return step;
+  }
+
+  // Return the indices of the three layers of an attention; empty if it is computed without them.
+  std::vector<size_t> LayersOf(const Attention& attention, const std::vector<bool>& is_used) const {
+    std::vector<size_t> found;
+    if (attention.cache || attention.heads != attention.kv_heads) return found;
+    const auto is_inside = [&](const Graph::Use& use) { return use.index >= 0 && Contains(attention.nodes, use.node); };
+    for (size_t role = 0; role < 3; ++role) {
+      const Value y = attention.inputs[role];
+      const std::span<const Graph::Use> uses = graph_.Uses(y);
+      const auto layer = std::find_if(layers_.begin(), layers_.end(), [&](const Layer& one) { return one.y == y; });
+      if (layer == layers_.end() || attention.layouts[role] != match::Layout::kByRows || graph_.IsOutput(y) ||
+          !std::all_of(uses.begin(), uses.end(), is_inside)) {
+        return {};
+      }
+      found.push_back(static_cast<size_t>(layer - layers_.begin()));
+      const Layer& first = layers_[found.front()];
+      const bool is_alike = layer->x == first.x && layer->quantize == first.quantize && !layer->x_bounds &&
+                            layer->Columns() == attention.heads * attention.head_dim &&
+                            (attention.biases[role].empty() || layer->bias.empty());
+      const bool is_free = !is_used[found.back()] && std::count(found.begin(), found.end(), found.back()) == 1;
+      if (!is_alike || !is_free || DeclaredShape(layer->x).value_or(Shape{}).size() != 3) return {};
+    }
+    return found;
   }
 
   // Return the layer whose output is multiplied with that of `gate`, after an optional activation of the gate.
@@ -169,7 +187,7 @@ class Finder {
     std::map<const Node*, std::vector<Step>> by_quantize;
     std::vector<const Node*> quantizes;  // in the order of each group's first step
     for (Step& step : steps_) {
-      const Node* const quantize = step.layers.front().quantize;
+      const Node* const quantize = step.layers.empty() ? nullptr : step.layers.front().quantize;
       if (quantize == nullptr) {
         AddGroup({std::move(step)}, nullptr);
       } else {
@@ -201,13 +219,14 @@ class Finder {
   // Return whether an attention reads an output of its own group, for example as a mask.
   bool ReadsItself(const Group& group) const {
     return std::any_of(group.steps.begin(), group.steps.end(), [&](const Step& step) {
-      const std::vector<Value> read = step.attention ? step.attention->Reads() : std::vector<Value>{};
+      const std::vector<Value> read =
+          step.attention ? step.attention->Reads(!step.layers.empty()) : std::vector<Value>{};
       return std::any_of(read.begin(), read.end(),
                          [&](Value value) { return Contains(group.nodes, graph_.Maker(value)); });
     });
   }
 
-  // Replace attention steps by steps of their linear layers.
+  // Separate attention steps from their linear layers.
   std::vector<Step> WithoutAttention(const std::vector<Step>& steps) {
     std::vector<Step> without;
     for (const Step& step : steps) {
@@ -215,8 +234,8 @@ class Finder {
         without.push_back(step);
         continue;
       }
-      for (const size_t index : step.attention->layers) without.push_back(LayerStep(layers_[index]));
-      Leave(*step.nodes.front(), "its operand depends on a layer of the same input");
+      for (const Layer& layer : step.layers) without.push_back(LayerStep(layer));
+      Leave(*step.attention->node, "its operand depends on a layer of the same input");
     }
     return without;
   }
@@ -243,7 +262,7 @@ class Finder {
     if (IsRead(group)) {
       claims_.groups.push_back(std::move(group));
     } else {
-      for (const Step& step : group.steps) Leave(*step.layers.front().nodes.front(), "its output has no consumer");
+      for (const Step& step : group.steps) Leave(step.First(), "its output has no consumer");
     }
   }
 
@@ -293,24 +312,12 @@ class Finder {
     if (step.norm || step.residual != nullptr) take_cast();
   }
 
-  void TakeCachedAttention() {
-    for (const Node& node : graph_.nodes()) {
-      try {
-        std::optional<CachedAttention> attention = FindCachedAttention(node);
-        if (!attention) continue;
-        Expect(rules_.why_no_cached_attention.empty(), rules_.why_no_cached_attention);
-        claims_.groups.push_back({{}, std::move(attention), {}, {}, {&node}});
-      } catch (const UnfitError& reason) {
-        Leave(node, reason.what());
-      }
-    }
-  }
-
   void Leave(const Node& node, const std::string& reason) { claims_.left.emplace_back(&node, reason); }
 
   const Graph& graph_;
   const QdqPairs& qdq_pairs_;
   const LayerRules rules_;
+  const std::vector<match::Attention> attentions_;
   std::vector<Layer> layers_;
   std::vector<Step> steps_;
   std::set<const Node*> taken_;
@@ -361,25 +368,29 @@ std::string Step::Fused() const {
   if (IsGated()) parts.push_back("gate");
   if (residual != nullptr) parts.push_back("residual");
   if (norm) parts.push_back("layer norm");
-  if (attention)
-    parts.push_back(attention->heads == 0 ? "attention" : ErrorText("attention of ", attention->heads, " heads"));
+  if (attention) parts.push_back(ErrorText("attention of ", attention->heads, " heads"));
   std::string text;
   for (size_t i = 0; i < parts.size(); ++i) text += (i == 0 ? ", with " : ", ") + parts[i];
   return text;
 }
 
-Claims FindGroups(Graph& graph, const LayerRules& rules, ClippedRanges& clipped_ranges, bool is_group) {
+Claims FindGroups(Graph& graph, const LayerRules& rules, ClippedRanges& clipped_ranges, bool is_group,
+                  const FindAttentions& find_attentions) {
   QdqPairs roundings(graph, clipped_ranges, is_group);
   for (;;) {
     graph.See(roundings.Seen());
-    Claims claims = Finder(graph, roundings, rules).Find();
-    if (!roundings.Place(graph, claims)) continue;
-    if (is_group || HasIntegers(claims)) {
+    Claims claims;
+    std::vector<match::Attention> attentions = find_attentions(claims);
+    Claims found = Finder(graph, roundings, rules, std::move(attentions)).Find();
+    if (!roundings.Place(graph, found)) continue;
+    // Models without claimed layers keep their attention, so its reasons are of no use.
+    if (!found.groups.empty()) found.left.insert(found.left.end(), claims.left.begin(), claims.left.end());
+    if (is_group || HasIntegers(found)) {
       graph.See({});
-      TakeSumNorms(graph, claims);
+      TakeSumNorms(graph, found);
       graph.See(roundings.Seen());
     }
-    return claims;
+    return found;
   }
 }
 

@@ -2,20 +2,21 @@
 // operators after them.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "provider/attention.h"
-#include "provider/cached_attention.h"
 #include "provider/epilogue.h"
 
 namespace ortolan::provider {
 
-// The unit of computation of one LinearPlan (matmul/linear_plan.h), or attention with its query, key and value layers.
+// The unit of computation of one LinearPlan (matmul/linear_plan.h), or attention, alone or with its query, key and
+// value layers.
 struct Step {
   // One linear layer, or layers that read the same X: a gate and an up projection of one kind, or query, key and value
-  // of any kinds.
+  // of any kinds. Attention that is computed alone has no layers.
   std::vector<Layer> layers;
   Activation activation = Activation::kNone;
   Value residual = nullptr;  // a value computed at run time; may be null
@@ -25,6 +26,8 @@ struct Step {
   std::optional<Bounds> y_bounds;  // bounds that clip y
   std::vector<const Node*> nodes;  // all nodes of the step
 
+  // Return the node that claims are reported for.
+  const Node& First() const { return layers.empty() ? *attention->node : *layers.front().nodes.front(); }
   bool IsGated() const { return layers.size() == 2; }
   Value X() const { return layers.front().x; }
   // Return a list of the fused operators, such as ", with gelu, residual and layer norm"; may be empty.
@@ -40,9 +43,8 @@ struct Copy {
 };
 
 struct Group {
-  std::vector<Step> steps;                          // independent of each other
-  std::optional<CachedAttention> cached_attention;  // if set, steps is empty
-  std::optional<SumNorm> sum_norm;                  // if set, steps is empty
+  std::vector<Step> steps;          // independent of each other
+  std::optional<SumNorm> sum_norm;  // if set, steps is empty
   std::vector<Copy> copies;
   std::vector<const Node*> nodes;
 };
@@ -58,6 +60,9 @@ bool CanJoin(const Layer& a, const Layer& b);
 // Find the groups of a graph, which then has the view of these groups (Graph::See). is_group: the graph has only the
 // nodes of one group, which is found again with the `clipped_ranges` of the first search. Otherwise a SumNorm is
 // claimed if the graph also has int8 or int4 layers, because only then the optimized file has it too.
-Claims FindGroups(Graph& graph, const LayerRules& rules, ClippedRanges& clipped_ranges, bool is_group);
+// find_attentions: returns the attention of the graph in its present view, and appends reasons to Claims::left.
+using FindAttentions = std::function<std::vector<match::Attention>(Claims& claims)>;
+Claims FindGroups(Graph& graph, const LayerRules& rules, ClippedRanges& clipped_ranges, bool is_group,
+                  const FindAttentions& find_attentions);
 
 }  // namespace ortolan::provider

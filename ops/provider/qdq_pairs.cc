@@ -216,8 +216,10 @@ bool AnyLayer(const Group& group, const Holds& holds) {
                      [&](const Step& step) { return std::any_of(step.layers.begin(), step.layers.end(), holds); });
 }
 
+// Attention that is computed alone may include pairs too: an optimized file has none.
 bool IsStatic(const Group& group) {
-  return AnyLayer(group, [](const Layer& layer) { return layer.is_static; });
+  return AnyLayer(group, [](const Layer& layer) { return layer.is_static; }) ||
+         std::any_of(group.steps.begin(), group.steps.end(), [](const Step& step) { return step.layers.empty(); });
 }
 
 // Return whether a layer of the group reads the pair's quantized value as X.
@@ -235,8 +237,8 @@ bool IsInput(const Group& group, const QdqPair& rounding, const Graph::Use& use)
 // Return whether the group reads the value at run time.
 bool ReadsAtRunTime(const Group& group, Value value) {
   return std::any_of(group.steps.begin(), group.steps.end(), [&](const Step& step) {
-    if (step.residual == value || step.X() == value) return true;
-    const std::vector<Value> read = step.attention ? step.attention->Reads() : std::vector<Value>{};
+    if (step.residual == value || (!step.layers.empty() && step.X() == value)) return true;
+    const std::vector<Value> read = step.attention ? step.attention->Reads(!step.layers.empty()) : std::vector<Value>{};
     return std::find(read.begin(), read.end(), value) != read.end();
   });
 }
