@@ -127,8 +127,8 @@ def lazy(
 
 def _constant(node: ir.Node) -> ir.TensorProtocol | None:
     attr = node.attributes.get("value")
-    if attr is not None and not attr.is_ref():
-        return attr.as_tensor()
+    if attr is not None and attr.type == ir.AttributeType.TENSOR and not attr.is_ref():
+        return attr.value
     return _computed(node.outputs[0])
 
 
