@@ -9,26 +9,31 @@
 namespace ortolan {
 namespace {
 
-py::list Indices(const std::vector<const match::Node*>& nodes) {
-  py::list indices;
-  for (const match::Node* const node : nodes) indices.append(node->index());
-  return indices;
+py::list Objects(const PyGraph& graph, const std::vector<const match::Node*>& nodes) {
+  py::list objects;
+  for (const match::Node* const node : nodes) objects.append(graph.nodes.at(node));
+  return objects;
 }
 
 py::tuple Object(const PyGraph& graph, const match::Norm& norm) {
-  return py::make_tuple(graph.IndexOf(norm.weight), graph.IndexOf(norm.bias), norm.epsilon, Indices(norm.nodes));
+  return py::make_tuple(graph.ObjectOf(norm.weight), graph.ObjectOf(norm.bias), norm.epsilon,
+                        Objects(graph, norm.nodes));
 }
 
-py::tuple FindEpilogue(const PyGraph& graph, int64_t output, const py::list& factors, int64_t columns,
+py::tuple FindEpilogue(const PyGraph& graph, const py::object& output, const py::list& factors, int64_t columns,
                        const py::function& may_take) {
+  std::vector<Value> values;
+  for (const py::handle factor : factors) {
+    if (const Value value = graph.ValueOf(factor)) values.push_back(value);
+  }
   const match::Epilogue found =
-      match::FindEpilogue(graph.main(), graph.At(output), graph.All(factors), columns,
-                          [&](const match::Node& node) { return may_take(node.index()).cast<bool>(); });
+      match::FindEpilogue(graph.main(), graph.ValueOf(output), values, columns,
+                          [&](const match::Node& node) { return may_take(graph.nodes.at(&node)).cast<bool>(); });
   py::object residual = py::none();
   if (found.sum != nullptr)
-    residual = py::make_tuple(found.sum->index(), found.sum->Input(0) == found.residual ? 0 : 1);
-  return py::make_tuple(static_cast<int64_t>(found.activation), graph.IndexOf(found.factor), residual,
-                        found.norm ? py::object(Object(graph, *found.norm)) : py::none(), Indices(found.nodes));
+    residual = py::make_tuple(graph.nodes.at(found.sum), found.sum->Input(0) == found.residual ? 0 : 1);
+  return py::make_tuple(static_cast<int64_t>(found.activation), graph.ObjectOf(found.factor), residual,
+                        found.norm ? py::object(Object(graph, *found.norm)) : py::none(), Objects(graph, found.nodes));
 }
 
 py::list FindNorms(const PyGraph& graph) {
@@ -40,10 +45,10 @@ py::list FindNorms(const PyGraph& graph) {
   py::list norms;
   for (const match::Node& node : graph.main().nodes()) {
     const auto found = FindSumNorm(graph.main(), node, columns_of, [](const match::Node&) { return true; });
-    if (!found) continue;
+    if (!found || graph.main().ConstantOf(found->norm.weight)->type != match::ElementType::kFloat) continue;
     py::list operands;
-    for (const Value operand : found->operands) operands.append(graph.IndexOf(operand));
-    norms.append(py::make_tuple(Object(graph, found->norm), operands, Indices(found->sums)));
+    for (const Value operand : found->operands) operands.append(graph.ObjectOf(operand));
+    norms.append(py::make_tuple(Object(graph, found->norm), operands, Objects(graph, found->sums)));
   }
   return norms;
 }
@@ -60,9 +65,10 @@ py::list FindQdqPairs(const PyGraph& graph) {
       if (pair->range.BeginsAtZero() && !IsNeverNegative(graph.main(), pair->floats)) {
         bounds = py::make_tuple(pair->range.FromZero().least, pair->range.FromZero().most);
       }
-      pairs.append(py::make_tuple(node.index(), py::none(), Indices(pair->moves), Indices(pair->ends), bounds));
+      pairs.append(py::make_tuple(graph.nodes.at(&node), py::none(), Objects(graph, pair->moves),
+                                  Objects(graph, pair->ends), bounds));
     } catch (const match::RefusedError& refused) {
-      pairs.append(py::make_tuple(node.index(), refused.what(), py::list(), py::list(), py::none()));
+      pairs.append(py::make_tuple(graph.nodes.at(&node), refused.what(), py::list(), py::list(), py::none()));
     }
   }
   return pairs;
@@ -75,7 +81,7 @@ void BindMatchEpilogue(py::module_& module) {
              py::arg("columns"), py::arg("may_take"),
              "Return activation, factor, residual (node, input), norm and nodes: ops/match/epilogue.h.");
   module.def("find_norms", &FindNorms, py::arg("graph"),
-             "Return each norm (weight, bias, epsilon, nodes), the operands that it adds, and the additions, last one "
+             "Return each float32 norm (weight, bias, epsilon, nodes), the operands that it adds, and the additions, last one "
              "first: ops/match/norm.h.");
   module.def("find_qdq_pairs", &FindQdqPairs, py::arg("graph"),
              "Return for each QuantizeLinear of an activation: node, why it cannot be removed or None, nodes that move "

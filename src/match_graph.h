@@ -12,30 +12,33 @@ namespace ortolan {
 
 using match::Value;
 
-// A graph with its subgraphs. All values have one numbering, in the order in which Python lists them.
+// A graph with its subgraphs, and the Python objects of its values and nodes.
 struct PyGraph {
-  std::vector<std::shared_ptr<match::Graph>> graphs;  // the main graph and all subgraphs
-  std::vector<Value> values;
-  std::unordered_map<Value, int64_t> indices;
-  std::unordered_map<int64_t, match::Constant> kept;
+  std::vector<std::shared_ptr<match::Graph>> graphs;  // the main graph first
+  std::vector<Value> values;                          // of all graphs, in the order in which Python lists them
+  std::unordered_map<PyObject*, Value> by_object;
+  std::unordered_map<Value, py::object> objects;
+  std::unordered_map<PyObject*, const match::Node*> nodes_by_object;
+  std::unordered_map<const match::Node*, py::object> nodes;
+  std::unordered_map<Value, match::Constant> kept;
   py::object read;
 
   const match::Graph& main() const { return *graphs.front(); }
-  Value At(int64_t index) const {
-    if (index == -1) return nullptr;
-    Require(index >= 0 && index < static_cast<int64_t>(values.size()), "value ", index, " of ", values.size());
-    return values[index];
-  }
-  std::vector<Value> All(py::handle list) const {
+  std::vector<Value> All(py::handle indices) const {
     std::vector<Value> found;
-    for (py::handle index : list) found.push_back(At(index.cast<int64_t>()));
+    for (py::handle one : indices) {
+      const int64_t index = one.cast<int64_t>();
+      Require(index >= -1 && index < static_cast<int64_t>(values.size()), "value ", index, " of ", values.size());
+      found.push_back(index == -1 ? nullptr : values[index]);
+    }
     return found;
   }
-  py::object IndexOf(Value value) const { return value == nullptr ? py::none() : py::object(py::int_(indices.at(value))); }
-  const match::Node& NodeAt(size_t index) const {
-    Require(index < main().nodes().size(), "node ", index, " of ", main().nodes().size());
-    return main().nodes()[index];
+  // Return null for None, and for values that were not in the graph when it was handed over.
+  Value ValueOf(py::handle object) const {
+    const auto found = by_object.find(object.ptr());
+    return found == by_object.end() ? nullptr : found->second;
   }
+  py::object ObjectOf(Value value) const { return value == nullptr ? py::none() : objects.at(value); }
 };
 
 }  // namespace ortolan

@@ -5,7 +5,7 @@ A LayerNormalization of Y may follow. The rules are ops/match/epilogue.h and nor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -15,7 +15,7 @@ import onnx_ir as ir
 from ortolan import _native
 
 from .constants import constant_tensor, float_array
-from .graph import MatchGraph
+from .graph import native_graph
 from .linear import Linear
 
 
@@ -36,7 +36,7 @@ class LayerNorm:
     weight: ir.Value  # float32 [n]
     bias: ir.Value | None  # float32 [n]; None: zeros
     epsilon: float
-    nodes: tuple[ir.Node, ...]  # in graph order; the last one computes the result
+    nodes: Sequence[ir.Node]  # in graph order; the last one computes the result
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return weight and bias under the names of the operators' inputs."""
@@ -87,7 +87,8 @@ class Epilogues:
     """Finds epilogues of float32 layers. Graphs may only be changed by replacing layers with their epilogues."""
 
     def __init__(self) -> None:
-        self._graphs: dict[ir.Graph | ir.Function, MatchGraph] = {}  # as they were before layers were replaced
+        # As they were before layers were replaced.
+        self._graphs: dict[ir.Graph | ir.Function, _native.Graph] = {}
 
     def of(self, linear: Linear, *factors: Linear) -> Epilogue:
         """Return the longest epilogue of a layer; without operations if the layer is not float32."""
@@ -95,7 +96,7 @@ class Epilogues:
             return Epilogue(Activation.NONE, None, (), linear.output)
         return self.find(linear.output, linear.n, [factor.output for factor in factors])
 
-    def find(self, output: ir.Value, columns: int, factors: Collection[ir.Value] = ()) -> Epilogue:
+    def find(self, output: ir.Value, columns: int, factors: Sequence[ir.Value] = ()) -> Epilogue:
         """Return the epilogue of a value [..., columns], such as half of a layer's output, without changing the graph.
 
         Each part is optional. No intermediate value has another consumer or is a graph output. An Add(y1, y2) of two
@@ -106,37 +107,21 @@ class Epilogues:
         assert maker is not None and maker.graph is not None
         graph = maker.graph
         if graph not in self._graphs:
-            self._graphs[graph] = MatchGraph(graph)
-        matched = self._graphs[graph]
+            self._graphs[graph] = native_graph(graph)
         activation, factor, residual, norm, nodes = _native.find_epilogue(
-            matched.native,
-            matched.indices[output],
-            [matched.indices[value] for value in factors if value in matched.indices],
-            columns,
-            lambda node: matched.nodes[node].graph is graph,
+            self._graphs[graph], output, list(factors), columns, lambda node: node.graph is graph
         )
-        found = tuple(matched.nodes[node] for node in nodes)
         return Epilogue(
             Activation(activation),
-            None if residual is None else matched.nodes[residual[0]].inputs[residual[1]],
-            found,
-            found[-1].outputs[0] if found else output,
-            matched.value(factor),
-            None if norm is None else _norm(matched, norm),
+            None if residual is None else residual[0].inputs[residual[1]],
+            tuple(nodes),
+            nodes[-1].outputs[0] if nodes else output,
+            factor,
+            None if norm is None else LayerNorm(*norm),
         )
 
 
 def find_norms(graph: ir.Graph) -> Iterator[tuple[LayerNorm, list[ir.Value], list[ir.Node]]]:
     """Yield each float32 LayerNorm of a graph, the operands that add up to its input, and the Add nodes, last first."""
-    matched = MatchGraph(graph)
-    for norm, operands, sums in _native.find_norms(matched.native):
-        found = _norm(matched, norm)
-        if found.weight.dtype == ir.DataType.FLOAT:
-            yield found, [matched.values[value] for value in operands], [matched.nodes[node] for node in sums]
-
-
-def _norm(matched: MatchGraph, norm: tuple[int, int | None, float, list[int]]) -> LayerNorm:
-    weight, bias, epsilon, nodes = norm
-    return LayerNorm(
-        matched.values[weight], matched.value(bias), epsilon, tuple(matched.nodes[node] for node in nodes)
-    )
+    for norm, operands, sums in _native.find_norms(native_graph(graph)):
+        yield LayerNorm(*norm), operands, sums

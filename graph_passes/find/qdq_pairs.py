@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from ortolan import _native
 
-from .graph import MatchGraph
+from .graph import native_graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,5 @@ class QdqPair:
 
 def find_qdq_pairs(graph: ir.Graph) -> Iterator[QdqPair]:
     """Yield the pairs of a graph, without those of weights."""
-    matched = MatchGraph(graph)
-    for node, reason, moves, ends, bounds in _native.find_qdq_pairs(matched.native):
-        nodes = ([matched.nodes[one] for one in some] for some in (moves, ends))
-        yield QdqPair(matched.nodes[node], reason, *nodes, bounds)
+    for found in _native.find_qdq_pairs(native_graph(graph)):
+        yield QdqPair(*found)
