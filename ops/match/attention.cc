@@ -4,6 +4,7 @@
 #include <cmath>
 #include <utility>
 
+#include "host/error_text.h"
 #include "match/decomposed.h"
 
 namespace ortolan::match {
@@ -19,8 +20,7 @@ constexpr unsigned kByHeads[] = {0, kKey | kValue, kQuery | kKey | kValue, kQuer
                                  kQuery | kKey | kValue | kOutput | kSingle};
 
 std::string ListOf(const Operands& operands, int64_t Operand::* number) {
-  return "[" + std::to_string(operands[0].*number) + ", " + std::to_string(operands[1].*number) + ", " +
-         std::to_string(operands[2].*number) + "]";
+  return ErrorText("[", operands[0].*number, ", ", operands[1].*number, ", ", operands[2].*number, "]");
 }
 
 // Check that the shapes of queries, keys, values and masks fit, and return the attention.

@@ -69,7 +69,12 @@ std::optional<int64_t> SizeAt(const std::optional<DimShape>& shape, size_t axis)
 
 KvCache CacheOf(Value past_key, Value past_value, Value present_key, Value present_value) {
   Expect(past_key && past_value && present_key && present_value, ReasonCode::kNoCache);
-  return {.past_key = past_key, .past_value = past_value, .present_key = present_key, .present_value = present_value};
+  KvCache cache;
+  cache.past_key = past_key;
+  cache.past_value = past_value;
+  cache.present_key = present_key;
+  cache.present_value = present_value;
+  return cache;
 }
 
 int64_t HeadDimOf(const Dimensions& dims, const KvCache& cache) {

@@ -154,6 +154,8 @@ std::pair<int64_t, int64_t> SliceRange(int64_t size, int64_t begin, int64_t end,
 
 }  // namespace
 
+Dim DimensionRules::Unknown(size_t axis) const { return symbols_.Unknown(node_.Output(output_), axis); }
+
 std::optional<DimShape> DimensionRules::Shape(size_t output) {
   output_ = output;
   const bool is_known = node_.IsStandard() || node_.domain() == "com.microsoft" || node_.domain() == "ai.ortolan";
@@ -703,8 +705,9 @@ std::optional<DimShape> DimensionRules::TopK() {
   const std::optional<size_t> axis = shape ? AxisOf(node_.Int("axis", -1), shape->size()) : std::nullopt;
   const std::optional<Elements> count = ElementsIn(1);
   if (!axis) return std::nullopt;
+  const size_t at = *axis;
   const Dim* const k = count && count->size() == 1 ? (*count)[0].AsDim() : nullptr;
-  (*shape)[*axis] = k == nullptr ? Unknown(*axis) : *k;
+  (*shape)[at] = k == nullptr ? Unknown(at) : *k;
   return shape;
 }
 
@@ -718,8 +721,9 @@ std::optional<DimShape> DimensionRules::OneHot() {
   const std::optional<size_t> axis = shape ? AxisOf(node_.Int("axis", -1), shape->size() + 1) : std::nullopt;
   const std::optional<Elements> depth = ElementsIn(1);
   if (!axis) return std::nullopt;
+  const size_t at = *axis;
   const Dim* const count = depth && depth->size() == 1 ? (*depth)[0].AsDim() : nullptr;
-  shape->insert(shape->begin() + static_cast<std::ptrdiff_t>(*axis), count == nullptr ? Unknown(*axis) : *count);
+  shape->insert(shape->begin() + static_cast<std::ptrdiff_t>(at), count == nullptr ? Unknown(at) : *count);
   return shape;
 }
 

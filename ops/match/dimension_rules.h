@@ -29,7 +29,7 @@ class DimensionRules {
 
   std::optional<DimShape> In(size_t index) const { return dims_.ShapeOf(node_.Input(index)); }
   std::optional<Elements> ElementsIn(size_t index) const { return dims_.ElementsOf(node_.Input(index)); }
-  Dim Unknown(size_t axis) const { return symbols_.Unknown(node_.Output(output_), axis); }
+  Dim Unknown(size_t axis) const;
   Dim OrUnknown(const std::optional<Dim>& dim, size_t axis) const { return dim ? *dim : Unknown(axis); }
   std::optional<DimShape> Broadcast(const std::vector<std::optional<DimShape>>& shapes) const;
   std::optional<DimShape> BroadcastInputs(size_t first, size_t end) const;

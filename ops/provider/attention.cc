@@ -35,6 +35,19 @@ bool AreAlike(const match::Attention& a, const match::Attention& b) {
          std::equal(a.masks.begin(), a.masks.end(), b.masks.begin(), b.masks.end(), is_alike);
 }
 
+// Return the types of nodes and the names of their inputs and outputs in the original model.
+std::string TextOf(const std::vector<const Node*>& nodes) {
+  std::string text;
+  for (const Node* const node : nodes) {
+    text += node->type() + "(";
+    for (size_t i = 0; i < node->inputs().size(); ++i) {
+      text += (node->StoredInput(i) == nullptr ? "" : node->StoredInput(i)->name) + ",";
+    }
+    for (const Value output : node->outputs()) text += (output == nullptr ? "" : output->name) + ";";
+  }
+  return text;
+}
+
 }  // namespace
 
 std::vector<Value> Attention::Reads(bool has_layers) const {
@@ -74,42 +87,49 @@ Attention ReadAttention(const Graph& graph, const match::Attention& found) {
 }
 
 void SavedAttentions::Save(const std::shared_ptr<const OrtModelGraph>& model, const match::Attention& attention) {
-  const auto [found, is_new] = by_output_.try_emplace(attention.output->name, Saved{model, attention});
-  if (is_new) return;
-  Expect(!model->IsBranch() || AreAlike(found->second.attention, attention),
-         "another branch has an attention whose values have the same names");
-  found->second = {model, attention};
+  std::vector<Saved>& saved = by_output_[attention.output->name];
+  const std::string nodes = TextOf(attention.nodes);
+  const auto same = std::find_if(saved.begin(), saved.end(), [&](const Saved& one) { return one.nodes == nodes; });
+  if (same == saved.end()) {
+    saved.push_back({model, attention, nodes});
+    return;
+  }
+  Expect(!model->IsBranch() || AreAlike(same->attention, attention),
+         "another branch has an attention of the same names and other constants");
+  *same = {model, attention, nodes};
 }
 
 std::vector<match::Attention> SavedAttentions::In(const Graph& group) const {
   std::unordered_map<std::string, Value> by_name;
   for (const match::ValueInfo& value : group.values()) by_name[value.name] = &value;
   std::vector<match::Attention> found;
+  const auto own_node = [&](const Node* one) -> const Node* {
+    for (const Value made : one->outputs()) {
+      const auto own = made == nullptr ? by_name.end() : by_name.find(made->name);
+      if (own != by_name.end()) return group.Maker(own->second);
+    }
+    return nullptr;
+  };
+  const auto add = [&](const Saved& saved) {
+    match::Attention attention = saved.attention;
+    bool is_whole = true;
+    ForEachValue(attention, [&](Value& value) {
+      if (value == nullptr) return;
+      const auto own = by_name.find(value->name);
+      is_whole = is_whole && own != by_name.end();
+      value = own == by_name.end() ? nullptr : group.Seen(own->second);
+    });
+    attention.node = own_node(attention.node);
+    std::transform(attention.nodes.begin(), attention.nodes.end(), attention.nodes.begin(), own_node);
+    attention.products.clear();
+    is_whole = is_whole && attention.node != nullptr &&
+               std::count(attention.nodes.begin(), attention.nodes.end(), nullptr) == 0;
+    if (is_whole && TextOf(attention.nodes) == saved.nodes) found.push_back(std::move(attention));
+  };
   for (const Node& node : group.nodes()) {
     for (const Value output : node.outputs()) {
       const auto saved = output == nullptr ? by_output_.end() : by_output_.find(output->name);
-      if (saved == by_output_.end()) continue;
-      match::Attention attention = saved->second.attention;
-      bool is_whole = true;
-      ForEachValue(attention, [&](Value& value) {
-        if (value == nullptr) return;
-        const auto own = by_name.find(value->name);
-        is_whole = is_whole && own != by_name.end();
-        value = own == by_name.end() ? nullptr : group.Seen(own->second);
-      });
-      const auto own_node = [&](const Node* one) -> const Node* {
-        for (const Value made : one->outputs()) {
-          const auto own = made == nullptr ? by_name.end() : by_name.find(made->name);
-          if (own != by_name.end()) return group.Maker(own->second);
-        }
-        return nullptr;
-      };
-      attention.node = own_node(attention.node);
-      std::transform(attention.nodes.begin(), attention.nodes.end(), attention.nodes.begin(), own_node);
-      is_whole = is_whole && attention.node != nullptr &&
-                 std::find(attention.nodes.begin(), attention.nodes.end(), nullptr) == attention.nodes.end();
-      attention.products.clear();
-      if (is_whole) found.push_back(std::move(attention));
+      if (saved != by_output_.end()) std::for_each(saved->second.begin(), saved->second.end(), add);
     }
   }
   return found;

@@ -30,7 +30,7 @@ Attention ReadAttention(const Graph& graph, const match::Attention& found);
 // computed before it, so Compile takes the attention from here.
 class SavedAttentions {
  public:
-  // Throws UnfitError if a branch has another attention whose values have the same names.
+  // Throws UnfitError if another branch has the same nodes, by name, but other constants.
   void Save(const std::shared_ptr<const OrtModelGraph>& model, const match::Attention& attention);
   // Return the attention that the nodes of a group compute.
   std::vector<match::Attention> In(const Graph& group) const;
@@ -39,8 +39,10 @@ class SavedAttentions {
   struct Saved {
     std::shared_ptr<const OrtModelGraph> model;  // owns the values
     match::Attention attention;
+    std::string nodes;  // types of all nodes and names of their inputs and outputs
   };
-  std::unordered_map<std::string, Saved> by_output_;
+  // By the name of the output. Branches of an If may have values of the same names.
+  std::unordered_map<std::string, std::vector<Saved>> by_output_;
 };
 
 }  // namespace ortolan::provider
