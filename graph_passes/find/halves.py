@@ -36,7 +36,9 @@ def split_in_halves(value: ir.Value, columns: int) -> SplitHalves | None:
     first, second = (by_start.get(range(start, start + columns // 2)) for start in (0, columns // 2))
     if first is None or second is None:
         return None
-    return SplitHalves((first.outputs[0], second.outputs[0]), tuple(node for node in first.graph or () if node in nodes))
+    return SplitHalves(
+        (first.outputs[0], second.outputs[0]), tuple(node for node in first.graph or () if node in nodes)
+    )
 
 
 def _is_last_axis(node: ir.Node, axis: int) -> bool:
