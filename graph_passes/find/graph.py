@@ -89,6 +89,7 @@ class _Skeleton:
             return index
         tensor = constant_tensor(value) if value in self._constants else None
         shape: list[int | str | None] | None = None
+        dtype: ir.DataType | None
         if tensor is not None:
             flags, dtype, shape = _CONSTANT, tensor.dtype, list(tensor.shape.numpy())
         else:

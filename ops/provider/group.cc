@@ -384,7 +384,7 @@ Claims FindGroups(Graph& graph, const LayerRules& rules, ClippedRanges& clipped_
     Claims found = Finder(graph, roundings, rules, std::move(attentions)).Find();
     if (!roundings.Place(graph, found)) continue;
     // Models without claimed layers keep their attention, so its reasons are of no use.
-    if (!found.groups.empty()) found.left.insert(found.left.end(), claims.left.begin(), claims.left.end());
+    if (is_group || !found.groups.empty()) found.left.insert(found.left.end(), claims.left.begin(), claims.left.end());
     if (is_group || HasIntegers(found)) {
       graph.See({});
       TakeSumNorms(graph, found);

@@ -142,8 +142,11 @@ std::optional<Shape> DeclaredShape(Value value) {
   return shape;
 }
 
-OrtModelGraph::OrtModelGraph(const HostApi& host, const OrtGraph& graph, const OrtModelGraph* around)
-    : host_(host), around_(around), graph_([this](const match::ValueInfo& value) { return Read(value); }) {
+OrtModelGraph::OrtModelGraph(const HostApi& host, const OrtGraph& graph, const OrtModelGraph* around, bool has_branches)
+    : host_(host),
+      around_(around),
+      has_branches_(has_branches),
+      graph_([this](const match::ValueInfo& value) { return Read(value); }) {
   const OrtApi& ort = *host.ort;
   const std::vector<const OrtNode*> nodes = List<OrtNode>(ort, &graph, ort.Graph_GetNumNodes, ort.Graph_GetNodes);
   const std::vector<const OrtValueInfo*> inputs =
@@ -155,6 +158,11 @@ OrtModelGraph::OrtModelGraph(const HostApi& host, const OrtGraph& graph, const O
     if (value != nullptr) Check(ort, ort.ValueInfo_IsFromOuterScope(value, &outside));
     return outside;
   };
+  if (parent != nullptr && around == nullptr) {
+    const OrtGraph* outer = nullptr;
+    Check(ort, ort.Node_GetGraph(parent, &outer));
+    if (outer != nullptr) around_ = (outer_ = std::make_unique<OrtModelGraph>(host, *outer, nullptr, false)).get();
+  }
   is_branch_ = parent != nullptr || around != nullptr;
   if (!is_branch_ && host.version < kTellsOfParents) {
     is_branch_ = inputs.empty() || std::any_of(nodes.begin(), nodes.end(), [&](const OrtNode* node) {
@@ -205,7 +213,7 @@ void OrtModelGraph::AddNode(const OrtNode& node) {
   std::vector<Value> implicit = values(ort.Node_GetNumImplicitInputs, ort.Node_GetImplicitInputs);
   match::Subgraphs subgraphs;
   size_t count = 0;
-  if (type == "If") Check(ort, ort.Node_GetNumSubgraphs(&node, &count));
+  if (type == "If" && has_branches_) Check(ort, ort.Node_GetNumSubgraphs(&node, &count));
   std::vector<const OrtGraph*> branches(count);
   std::vector<const char*> names(count);
   if (count != 0) Check(ort, ort.Node_GetSubgraphs(&node, branches.data(), count, names.data()));
@@ -258,15 +266,17 @@ Value OrtModelGraph::AddValue(const OrtValueInfo* value) {
     }
     if (info.is_constant) info.constant_shape = read.shape;
   }
-  ort_values_.push_back(value);
   const Value added = &graph_.AddValue(std::move(info));
+  ort_values_[added] = value;
   by_name_[added->name] = added;
   return values_[value] = added;
 }
 
 std::optional<Constant> OrtModelGraph::Read(const match::ValueInfo& value) const {
+  const auto own = ort_values_.find(&value);
+  if (own == ort_values_.end()) return around_ == nullptr ? std::nullopt : around_->Read(value);
   const OrtValue* initializer = nullptr;
-  Check(*host_.ort, host_.ort->ValueInfo_GetInitializerValue(ort_values_[value.index], &initializer));
+  Check(*host_.ort, host_.ort->ValueInfo_GetInitializerValue(own->second, &initializer));
   if (initializer == nullptr) return std::nullopt;
   return ReadTensor(*host_.ort, *initializer, value.name);
 }

@@ -40,8 +40,10 @@ std::optional<Shape> DeclaredShape(Value value);
 // Valid as long as ONNX Runtime's graph.
 class OrtModelGraph {
  public:
-  // around: the graph around a branch, whose values are visible by name; may be null.
-  OrtModelGraph(const HostApi& host, const OrtGraph& graph, const OrtModelGraph* around = nullptr);
+  // around: the graph around a branch, whose values are visible by name; null: ONNX Runtime is asked for it.
+  // has_branches: read the branches of the graph's If nodes too.
+  OrtModelGraph(const HostApi& host, const OrtGraph& graph, const OrtModelGraph* around = nullptr,
+                bool has_branches = true);
   // A graph with only this node.
   OrtModelGraph(const HostApi& host, const OrtNode& node);
 
@@ -63,9 +65,11 @@ class OrtModelGraph {
   // Values of one graph are equal if their addresses are equal.
   std::unordered_map<const OrtValueInfo*, Value> values_;
   std::unordered_map<std::string, Value> by_name_;
-  std::vector<const OrtValueInfo*> ort_values_;  // by ValueInfo::index
-  std::vector<const OrtNode*> ort_nodes_;        // by Node::index
+  std::unordered_map<Value, const OrtValueInfo*> ort_values_;
+  std::vector<const OrtNode*> ort_nodes_;  // by Node::index
   const OrtModelGraph* around_ = nullptr;
+  std::unique_ptr<OrtModelGraph> outer_;  // owner of `around_`, if ONNX Runtime was asked for it
+  const bool has_branches_ = false;
   bool is_branch_ = false;
   Graph graph_;
 };
