@@ -5,48 +5,18 @@
 #include "arrays.h"
 #include "match/attention.h"
 #include "match/dimensions.h"
-#include "match/graph.h"
+#include "match_graph.h"
 
 namespace ortolan {
 namespace {
 
 using match::ElementType;
-using match::Value;
 using match::ValueInfo;
 
 constexpr int64_t kMostKept = 128;  // constants of at most this number of elements are read from Python only once
 
 // Flags of a value.
 enum : int64_t { kInput = 1, kOutput = 2, kConstant = 4 };
-
-// A graph with its subgraphs, and the Python objects of its values and nodes.
-struct PyGraph {
-  std::vector<std::shared_ptr<match::Graph>> graphs;  // the main graph first
-  std::vector<Value> values;                          // of all graphs, in the order in which Python lists them
-  std::unordered_map<PyObject*, Value> by_object;
-  std::unordered_map<Value, py::object> objects;
-  std::unordered_map<PyObject*, const match::Node*> nodes_by_object;
-  std::unordered_map<const match::Node*, py::object> nodes;
-  std::unordered_map<Value, match::Constant> kept;
-  py::object read;
-
-  const match::Graph& main() const { return *graphs.front(); }
-  std::vector<Value> All(py::handle indices) const {
-    std::vector<Value> found;
-    for (py::handle one : indices) {
-      const int64_t index = one.cast<int64_t>();
-      Require(index >= -1 && index < static_cast<int64_t>(values.size()), "value ", index, " of ", values.size());
-      found.push_back(index == -1 ? nullptr : values[index]);
-    }
-    return found;
-  }
-  // Return null for None, and for values that were not in the graph when it was handed over.
-  Value ValueOf(py::handle object) const {
-    const auto found = by_object.find(object.ptr());
-    return found == by_object.end() ? nullptr : found->second;
-  }
-  py::object ObjectOf(Value value) const { return value == nullptr ? py::none() : objects.at(value); }
-};
 
 // Return a tensor (element type, shape, array or bytes); it keeps the Python object alive.
 match::Constant ConstantFrom(py::handle given, const std::string& name) {

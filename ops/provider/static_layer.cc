@@ -17,7 +17,7 @@ constexpr const char* kOthersRead = "its weight has other consumers";
 void SetX(const Graph& graph, const QdqPair& rounding, Layer& layer) {
   const bool is_clipped = rounding.state == QdqPair::State::kClipped, quantizes = rounding.floats != nullptr;
   if (quantizes) layer.quantize = rounding.maker;
-  if (quantizes && is_clipped) layer.x_bounds = rounding.RangeBounds();
+  if (quantizes && is_clipped) layer.x_bounds = rounding.range.FromZero();
   layer.x = graph.Seen(quantizes ? rounding.floats : rounding.ends.front()->Output(0));
 }
 
