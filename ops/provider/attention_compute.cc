@@ -232,8 +232,12 @@ HeadRows AttentionCompute::Rows(Call& call, size_t role, int64_t heads, Attentio
   const NamedInput& input = spec_.inputs[role];
   const FloatInput read = call.ReadFloats(input);
   const Axes& axes = AxesOf(spec_.layouts[role]);
-  const Shape& shape = read.shape;
+  Shape shape = read.shape;
   const int64_t head_dim = spec_.head_dim;
+  // Batch and heads may be one axis.
+  if (spec_.layouts[role] == Layout::kByHeads && shape.size() == 3 && shape[0] % heads == 0) {
+    shape = {shape[0] / heads, heads, shape[1], shape[2]};
+  }
   const auto expected = [&] {
     const auto size = [](int64_t count, const char* name) { return count < 0 ? name : std::to_string(count); };
     std::array<std::string, 4> names;
