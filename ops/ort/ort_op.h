@@ -25,8 +25,8 @@ namespace ortolan {
 
 inline constexpr const char* kDomain = "ai.ortolan";
 
-// The operators run on every host that has this API: ONNX Runtime 1.17 and later. They call no function and set no
-// member of OrtCustomOp that is newer; a test replaces the newer functions by null (tests/ops/test_old_api.py).
+// The operators run on every host that has this API: ONNX Runtime 1.17 and later. They call no newer function
+// (tests/provider/test_headers.py) and set no newer member of OrtCustomOp.
 inline constexpr uint32_t kOperatorApi = 17;
 
 // The last sentence of errors about nodes that no pass of this version writes.
