@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shlex
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
