@@ -12,7 +12,7 @@
 // PackedNoMADAttention: S and T are the number of kept tokens; query, key and value may also be [B, heads, tokens, D].
 // The score of a token that no query sees is the lowest float.
 //
-// ONNX Runtime up to 1.21 crashes on an omitted input before a given one. So constants may replace omitted inputs: a
+// ONNX Runtime up to 1.23 crashes on an omitted input before a given one. So constants may replace omitted inputs: a
 // float 0 of shape [1] for mask, key, value, cos, sin and past_exact_key, int32 of shape [0] for lengths.
 #include <cmath>
 
