@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import ArgumentError, LibraryError, one_line
@@ -22,45 +21,14 @@ CLAIMS_FILE = "claims_file"  # name of a provider option (ops/provider/claims_lo
 
 _OLDEST = (1, 23)  # oldest supported ONNX Runtime; equals kOldestApi in ops/provider/ort_api.h
 _OFFERS_OPERATORS = (1, 24)  # first version of ONNX Runtime that gets custom operators from providers
-_FACTORIES = b"CreateEpFactories\0"
 _lock = threading.Lock()
-
-
-def has_provider() -> bool:
-    """Return True if the installed library was built with the execution provider."""
-    return _has_factories(get_library_path())
-
-
-@lru_cache
-def _has_factories(library: str) -> bool:
-    with open(library, "rb") as file:
-        return _FACTORIES in file.read()
-
-
-def why_no_provider() -> str | None:
-    """Return why the installed library has no execution provider and how to get it; None if it has one."""
-    if has_provider():
-        return None
-    return (
-        f"{get_library_path()} was built without the execution provider, which runs unchanged models: CMake found no "
-        "headers of ONNX Runtime's API 29; build again with npm installed, or with ORT_EP_INCLUDE_DIR set to the "
-        "include folder of ONNX Runtime 1.29 or later"
-    )
-
-
-def library_with_provider() -> str:
-    """Return the path of the installed library. Raises LibraryError if it was built without the provider."""
-    missing = why_no_provider()
-    if missing is not None:
-        raise LibraryError(missing)
-    return get_library_path()
 
 
 def register_provider() -> None:
     """Register `OrtolanExecutionProvider` in ONNX Runtime, for this process. Calling it again has no effect.
 
     Raises:
-        LibraryError: ONNX Runtime is older than 1.23, or the library was built without the provider.
+        LibraryError: ONNX Runtime is older than 1.23, or cannot load the library.
     """
     import onnxruntime
 
@@ -72,7 +40,7 @@ def register_provider() -> None:
     with _lock:
         if _devices(onnxruntime):
             return
-        path = library_with_provider()
+        path = get_library_path()
         try:
             onnxruntime.register_execution_provider_library(REGISTRATION_NAME, path)
         except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
