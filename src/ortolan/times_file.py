@@ -9,15 +9,15 @@ ops/provider/kept_times.cc reads the same lines.
 from __future__ import annotations
 
 import datetime
+import json
 import math
-import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .cache_folder import default_cache_dir
-from .errors import OutputError, one_line
+from .errors import OutputError
 from .session import cpu_info
 
 FILE = "layer-times.txt"
@@ -91,15 +91,47 @@ def write_times(path: Path, table: Mapping[str, KeptTimes]) -> None:
         write_text(path, "\n".join([_HEADER, *lines]) + "\n")
 
 
-def clear_times() -> bool:
-    """Delete the file. Return False if there was none. Raises OutputError if it cannot be deleted."""
+def clear_times() -> None:
+    """Delete the file in the cache folder. Raises OutputError if it cannot be deleted."""
+    path = times_path()
     try:
-        os.remove(times_path())
-    except FileNotFoundError:
-        return False
+        path.unlink(missing_ok=True)
     except OSError as error:
-        raise OutputError(f"cannot delete {str(times_path())!r}: {one_line(error)}") from error
-    return True
+        raise OutputError(f"cannot delete {str(path)!r}: {error.strerror or error}") from error
+
+
+@dataclass(frozen=True)
+class TimesSummary:
+    """What the file has. `print` it, or call `to_json()`.
+
+    Attributes:
+        used: The number of layers that were timed with this CPU and these versions.
+        others: The number of layers that were timed with others.
+        oldest: The date of the oldest time; None: the file has no times.
+    """
+
+    path: str
+    used: int
+    others: int
+    oldest: str | None
+
+    def to_json(self) -> str:
+        """Return JSON: path, used, others, oldest."""
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        if self.oldest is None:
+            return f"no times of layers are kept in {self.path}"
+        others = f", {self.others} of other CPUs or versions" if self.others else ""
+        return f"times of {self.used} layers{others}, from {self.oldest} on, in {self.path}"
+
+
+def kept_times() -> TimesSummary:
+    """Return what the file in the cache folder has."""
+    table = read_times(times_path())
+    used = sum(case.startswith(machine() + "\t") for case in table)
+    oldest = min((times.date for times in table.values()), default=None)
+    return TimesSummary(str(times_path()), used, len(table) - used, oldest)
 
 
 def _read_time(text: str) -> tuple[str, float]:
