@@ -122,8 +122,10 @@ class TimesSummary:
     def __str__(self) -> str:
         if self.oldest is None:
             return f"no times of layers are kept in {self.path}"
+        from ortolan.graph_passes.report.lines import count
+
         others = f", {self.others} of other CPUs or versions" if self.others else ""
-        return f"times of {self.used} layers{others}, from {self.oldest} on, in {self.path}"
+        return f"times of {count(self.used, 'layer')}{others}, from {self.oldest} on, in {self.path}"
 
 
 def kept_times() -> TimesSummary:
