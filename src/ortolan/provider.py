@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .errors import ArgumentError, LibraryError, one_line
 from .library import get_library_path
 from .session import REGISTERED, new_options, register
+from .times_file import times_path
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -17,6 +18,7 @@ PROVIDER = "OrtolanExecutionProvider"
 REGISTRATION_NAME = "ortolan"
 PRECISIONS = ("float32", "bf16", "int8")
 CLAIMS = ("faster", "all")
+TIMES_FILE = "times_file"  # name of a provider option: measured times of layers (times_file.py)
 CLAIMS_FILE = "claims_file"  # name of a provider option (ops/provider/claims_log.h)
 
 _OLDEST = (1, 23)  # oldest supported ONNX Runtime; equals kOldestApi in ops/provider/ort_api.h
@@ -61,8 +63,8 @@ def session_options(
     Args:
         precision: The type that float32 layers become when a session is created. With float32 they are left to ONNX
             Runtime; bf16 and int8 are faster and change results (docs/provider.md).
-        claims: "faster" claims nodes that are faster than in ONNX Runtime on this CPU, "all" claims every supported
-            node.
+        claims: "faster" claims nodes that are faster than in ONNX Runtime on this CPU, by the times that searches keep
+            (`ortolan times`) or by known limits of the CPU; "all" claims every supported node.
 
     Raises:
         ArgumentError: An argument has another value.
@@ -80,12 +82,12 @@ def checked_options(precision: str, claims: str) -> dict[str, str]:
 
 
 def options_with(provider_options: Mapping[str, str]) -> onnxruntime.SessionOptions:
-    """Return new session options with the provider and its options."""
+    """Return new session options with the provider and its options. Times of layers come from the cache folder."""
     import onnxruntime
 
     register_provider()
     options = new_options()
-    options.add_provider_for_devices(_devices(onnxruntime), dict(provider_options))
+    options.add_provider_for_devices(_devices(onnxruntime), {TIMES_FILE: str(times_path()), **provider_options})
     if _version(onnxruntime) < _OFFERS_OPERATORS:
         register(options)
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import onnx
 import onnxruntime as ort
 import pytest
@@ -20,13 +22,18 @@ needs_provider = pytest.mark.skipif(
 
 
 def provider_session(
-    model: onnx.ModelProto | str, threads: int = 1, log: int = 4, **entries: str
+    model: onnx.ModelProto | str,
+    threads: int = 1,
+    log: int = 4,
+    *,
+    claims: Literal["faster", "all"] = "all",
+    **entries: str,
 ) -> ort.InferenceSession:
-    """Open a session with the provider.
+    """Open a session with the provider, by default one that claims all supported nodes, whatever the CPU.
 
     log: severity level. entries: session configuration; two underscores in a name become a dot.
     """
-    options = ortolan.session_options()
+    options = ortolan.session_options(claims=claims)
     options.intra_op_num_threads = threads
     options.log_severity_level = log
     options.add_session_config_entry(_RECORD, "1")
