@@ -69,7 +69,7 @@ def built(form: Build) -> onnx.ModelProto:
 
 
 def all_claims(model: onnx.ModelProto, threads: int = 1) -> ort.InferenceSession:
-    return provider_session(model, threads, ep__ortolanexecutionprovider__claims="all")
+    return provider_session(model, threads)
 
 
 def attentions(session: ort.InferenceSession) -> int:
