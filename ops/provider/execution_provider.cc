@@ -76,6 +76,7 @@ void ExecutionProvider::Claim(const OrtGraph& ort_graph, OrtEpGraphSupportInfo& 
     claims_.Takes(node, "compiled");
     ClaimNodes(*model, std::array{&node}, false, info);
   }
+  claims_.Finds(graph);
   Claims claims = FindGroups(graph, options_.rules, clipped_ranges_, false,
                              [&](Claims& left) { return AttentionsOf(graph, left); });
   const std::string why_not = claims.groups.empty() ? "" : WhyNot(*model);
