@@ -161,7 +161,10 @@ Operand HeadsOperand(const Dimensions& dims, Value value, const char* meaning, N
   if (merged && layout == Layout::kByRows) {
     layout = Layout::kByHeads;
     const Value before = BeforeMerge(dims, chain.value);
-    if (before != chain.value && !HasOthers(dims.graph(), chain.value)) {
+    const std::span<const Graph::Use> uses = dims.graph().Uses(chain.value);
+    const auto is_shape = [](const Graph::Use& use) { return use.index == 0 && use.node->IsStandard("Shape"); };
+    if (before != chain.value && !dims.graph().IsOutput(chain.value) &&
+        std::count_if(uses.begin(), uses.end(), is_shape) + 1 == std::ssize(uses)) {
       chain.nodes.push_back(dims.graph().Maker(chain.value));
     }
     chain.value = before;

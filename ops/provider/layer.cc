@@ -6,20 +6,6 @@
 #include "provider/static_layer.h"
 
 namespace ortolan::provider {
-namespace {
-
-// Return the reason why ONNX Runtime is faster for this layer; empty if it is not.
-std::string WhyNotFaster(const Layer& layer, double least_zero_blocks) {
-  if (least_zero_blocks <= 0) return {};
-  const std::string reason = "without VNNI instructions ONNX Runtime's int8 layers are faster";
-  if (least_zero_blocks > 1 || layer.is_static) return reason;  // layers with fixed ranges are never stored as blocks
-  const BlockInt8Weight* const blocks = std::get_if<BlockInt8Weight>(&layer.weight);
-  if (blocks != nullptr && IsBlockSparse(*blocks, least_zero_blocks)) return {};
-  return ErrorText(reason, ", unless ", 100 * least_zero_blocks, " % of the weights are in zero blocks of 4 x 1");
-}
-
-}  // namespace
-
 int64_t Layer::Inputs() const {
   return std::visit([](const auto& w) { return w.k; }, weight);
 }
@@ -41,14 +27,16 @@ std::string Layer::Numbers() const {
 
 std::optional<Layer> ReadLayer(const Graph& graph, const QdqPairs& roundings, const Node& node,
                                const LayerRules& rules) {
-  if (IsMatMulNBits(node)) return ReadMatMulNBits(node);
-  if (rules.precision != Precision::kFloat32 && IsFloatLayer(graph, node)) {
-    return ReadFloatLayer(node, rules.precision);
+  std::optional<Layer> layer;
+  if (IsMatMulNBits(node)) {
+    layer = ReadMatMulNBits(node);
+  } else if (rules.precision != Precision::kFloat32 && IsFloatLayer(graph, node)) {
+    layer = ReadFloatLayer(node, rules.precision);
+  } else if (!(layer = ReadStaticLayer(graph, roundings, node))) {
+    layer = ReadInt8Layer(graph, node);
   }
-  std::optional<Layer> layer = ReadStaticLayer(graph, roundings, node);
-  if (!layer) layer = ReadInt8Layer(graph, node);
   if (!layer) return std::nullopt;
-  const std::string problem = WhyNotFaster(*layer, rules.least_zero_blocks);
+  const std::string problem = rules.policy.WhyNotWorth(*layer);
   Expect(problem.empty(), problem);
   return layer;
 }

@@ -19,9 +19,7 @@ struct TensorInfo {
 
 TensorInfo ReadInfo(const OrtApi& ort, const OrtTensorTypeAndShapeInfo& info) {
   TensorInfo read;
-  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-  Check(ort, ort.GetTensorElementType(&info, &type));
-  read.type = static_cast<ElementType>(type);
+  read.type = static_cast<ElementType>(Get<ONNXTensorElementDataType>(ort, ort.GetTensorElementType, &info));
   read.shape = DimensionsOf(ort, info);
   read.names.resize(read.shape.size());
   Check(ort, ort.GetSymbolicDimensions(&info, read.names.data(), read.names.size()));
@@ -29,13 +27,8 @@ TensorInfo ReadInfo(const OrtApi& ort, const OrtTensorTypeAndShapeInfo& info) {
 }
 
 Constant ReadTensor(const OrtApi& ort, const OrtValue& value, std::string name) {
-  OrtTensorTypeAndShapeInfo* info = nullptr;
-  Check(ort, ort.GetTensorTypeAndShape(&value, &info));
-  const std::unique_ptr<OrtTensorTypeAndShapeInfo, void (*)(OrtTensorTypeAndShapeInfo*)> owner(
-      info, ort.ReleaseTensorTypeAndShapeInfo);
-  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-  Check(ort, ort.GetTensorElementType(info, &type));
-  Constant tensor{std::move(name), static_cast<ElementType>(type), DimensionsOf(ort, *info), nullptr, nullptr};
+  Constant tensor{std::move(name), static_cast<ElementType>(ElementTypeOf(ort, value)), ShapeOf(ort, value), nullptr,
+                  nullptr};
   if (tensor.type != ElementType::kString) Check(ort, ort.GetTensorData(&value, &tensor.data));
   return tensor;
 }
@@ -126,15 +119,6 @@ std::string ReadText(const HostApi& host, const OrtNode& node, const char* name)
   return type == ORT_OP_ATTR_STRING ? ReadString(*host.ort, *attribute) : std::string();
 }
 
-Shape DimensionsOf(const OrtApi& ort, const OrtTensorTypeAndShapeInfo& info) {
-  Shape shape;
-  size_t rank = 0;
-  Check(ort, ort.GetDimensionsCount(&info, &rank));
-  shape.resize(rank);
-  Check(ort, ort.GetDimensions(&info, shape.data(), rank));
-  return shape;
-}
-
 std::optional<Shape> DeclaredShape(Value value) {
   if (value == nullptr || !value->shape) return std::nullopt;
   Shape shape;
@@ -142,11 +126,8 @@ std::optional<Shape> DeclaredShape(Value value) {
   return shape;
 }
 
-OrtModelGraph::OrtModelGraph(const HostApi& host, const OrtGraph& graph, const OrtModelGraph* around, bool has_branches)
-    : host_(host),
-      around_(around),
-      has_branches_(has_branches),
-      graph_([this](const match::ValueInfo& value) { return Read(value); }) {
+OrtModelGraph::OrtModelGraph(const HostApi& host, const OrtGraph& graph, const OrtModelGraph* around)
+    : host_(host), around_(around), graph_([this](const match::ValueInfo& value) { return Read(value); }) {
   const OrtApi& ort = *host.ort;
   const std::vector<const OrtNode*> nodes = List<OrtNode>(ort, &graph, ort.Graph_GetNumNodes, ort.Graph_GetNodes);
   const std::vector<const OrtValueInfo*> inputs =
@@ -158,11 +139,6 @@ OrtModelGraph::OrtModelGraph(const HostApi& host, const OrtGraph& graph, const O
     if (value != nullptr) Check(ort, ort.ValueInfo_IsFromOuterScope(value, &outside));
     return outside;
   };
-  if (parent != nullptr && around == nullptr) {
-    const OrtGraph* outer = nullptr;
-    Check(ort, ort.Node_GetGraph(parent, &outer));
-    if (outer != nullptr) around_ = (outer_ = std::make_unique<OrtModelGraph>(host, *outer, nullptr, false)).get();
-  }
   is_branch_ = parent != nullptr || around != nullptr;
   if (!is_branch_ && host.version < kTellsOfParents) {
     is_branch_ = inputs.empty() || std::any_of(nodes.begin(), nodes.end(), [&](const OrtNode* node) {
@@ -213,7 +189,7 @@ void OrtModelGraph::AddNode(const OrtNode& node) {
   std::vector<Value> implicit = values(ort.Node_GetNumImplicitInputs, ort.Node_GetImplicitInputs);
   match::Subgraphs subgraphs;
   size_t count = 0;
-  if (type == "If" && has_branches_) Check(ort, ort.Node_GetNumSubgraphs(&node, &count));
+  if (type == "If") Check(ort, ort.Node_GetNumSubgraphs(&node, &count));
   std::vector<const OrtGraph*> branches(count);
   std::vector<const char*> names(count);
   if (count != 0) Check(ort, ort.Node_GetSubgraphs(&node, branches.data(), count, names.data()));
@@ -248,6 +224,8 @@ Value OrtModelGraph::AddValue(const OrtValueInfo* value) {
   }
   if (const auto found = by_name_.find(info.name); found != by_name_.end()) return values_[value] = found->second;
   Check(ort, ort.ValueInfo_IsConstantInitializer(value, &info.is_constant));
+  // ONNX Runtime asks about a branch before its outer graph exists, so values of the outer graph count as inputs.
+  info.is_input = is_outside && !info.is_constant;
   if (!is_outside) {
     Check(ort, ort.ValueInfo_IsRequiredGraphInput(value, &info.is_input));
     Check(ort, ort.ValueInfo_IsGraphOutput(value, &info.is_output));

@@ -33,17 +33,14 @@ inline void Expect(bool holds, const std::string& reason) {
 std::string ReadText(const HostApi& host, const OrtNode& node, const char* name);
 inline constexpr size_t kMostTextBytes = size_t{1} << 16;
 
-Shape DimensionsOf(const OrtApi& ort, const OrtTensorTypeAndShapeInfo& info);
 // Return the shape of a value as integers, with -1 for unknown dimensions; nullopt if its rank is unknown.
 std::optional<Shape> DeclaredShape(Value value);
 
 // Valid as long as ONNX Runtime's graph.
 class OrtModelGraph {
  public:
-  // around: the graph around a branch, whose values are visible by name; null: ONNX Runtime is asked for it.
-  // has_branches: read the branches of the graph's If nodes too.
-  OrtModelGraph(const HostApi& host, const OrtGraph& graph, const OrtModelGraph* around = nullptr,
-                bool has_branches = true);
+  // around: the graph around a branch, whose values are visible by name; may be null.
+  OrtModelGraph(const HostApi& host, const OrtGraph& graph, const OrtModelGraph* around = nullptr);
   // A graph with only this node.
   OrtModelGraph(const HostApi& host, const OrtNode& node);
 
@@ -68,8 +65,6 @@ class OrtModelGraph {
   std::unordered_map<Value, const OrtValueInfo*> ort_values_;
   std::vector<const OrtNode*> ort_nodes_;  // by Node::index
   const OrtModelGraph* around_ = nullptr;
-  std::unique_ptr<OrtModelGraph> outer_;  // owner of `around_`, if ONNX Runtime was asked for it
-  const bool has_branches_ = false;
   bool is_branch_ = false;
   Graph graph_;
 };
