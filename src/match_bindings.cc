@@ -143,6 +143,7 @@ class PyDimensions {
       found.append(std::visit([this](const auto& match) { return Object(match); }, one));
     return found;
   }
+  std::vector<std::string> AttentionTexts() const { return match::AttentionTexts(dims_); }
 
  private:
   template <typename List>
@@ -246,7 +247,8 @@ void BindMatch(py::module_& module) {
       .def("elements", &PyDimensions::Elements, py::arg("value"))
       .def("dtype", &PyDimensions::Type, py::arg("value"))
       .def("head_size", &PyDimensions::HeadSize, py::arg("past"))
-      .def("attentions", &PyDimensions::Attentions, py::arg("cached"));
+      .def("attentions", &PyDimensions::Attentions, py::arg("cached"))
+      .def("attention_texts", &PyDimensions::AttentionTexts);
 }
 
 }  // namespace ortolan

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cmath>
+#include <set>
 #include <utility>
 
 #include "host/error_text.h"
@@ -242,6 +243,53 @@ Attention MicrosoftAttention(const Dimensions& dims, const Node& node, Executor 
   return found;
 }
 
+std::string TextOf(const Attention& found) {
+  std::string text = ErrorText(found.heads, " heads, ", found.kv_heads, " of keys, of ", found.head_dim, ", scale ",
+                               internal::OperandText(found.scale));
+  const auto flag = [&](const char* name, bool holds) { text += holds ? ErrorText(", ", name) : ""; };
+  const auto value = [&](const char* name, Value value) {
+    if (value != nullptr) text += ErrorText(", ", name, " ", Quoted(value));
+  };
+  for (size_t i = 0; i < 3; ++i) {
+    value(kRoles[i], found.inputs[i]);
+    text += ErrorText(" ", kLayoutNames[static_cast<size_t>(found.layouts[i])]);
+  }
+  for (const Mask& mask : found.masks) {
+    value("mask", mask.value);
+    text += ErrorText(" x ", internal::OperandText(mask.scale));
+    if (mask.fill) text += (mask.hides ? " hides by " : " shows by ") + internal::OperandText(*mask.fill);
+    if (mask.heads != 0) text += ErrorText(" of ", mask.heads, " heads");
+    text += std::string(mask.windows ? " windows" : "") + (mask.padding ? " padding" : "");
+    text += mask.truncated ? " truncated" : "";
+  }
+  flag("causal", found.causal);
+  flag("zeros for hidden rows", found.zero_hidden_rows);
+  value("zero rows", found.zero_rows);
+  value("weight", found.weight);
+  value("bias", found.bias);
+  if (found.cache) {
+    const KvCache& cache = *found.cache;
+    value("past key", cache.past_key);
+    value("past value", cache.past_value);
+    value("present key", cache.present_key);
+    value("present value", cache.present_value);
+    value("lengths", cache.lengths);
+    value("total", cache.total);
+    value("cos", cache.cos);
+    value("sin", cache.sin);
+    flag("interleaved", cache.interleaved);
+    if (cache.why_kept) text += ", keeps its cache: " + cache.why_kept->Text();
+  }
+  value("output", found.output);
+  text += ErrorText(" ", kLayoutNames[static_cast<size_t>(found.output_layout)], ", nodes");
+  std::set<std::string> names;  // ONNX Runtime has another order, and makes initializers of Constant nodes
+  for (const Node* const node : found.nodes) {
+    if (!node->IsStandard("Constant")) names.insert(Quoted(node->Output(0)));
+  }
+  for (const std::string& name : names) text += " " + name;
+  return text;
+}
+
 }  // namespace
 
 std::vector<FoundAttention> FindAttentions(const Dimensions& dims, Executor executor) {
@@ -262,6 +310,20 @@ std::vector<FoundAttention> FindAttentions(const Dimensions& dims, Executor exec
     }
   }
   return all;
+}
+
+std::vector<std::string> AttentionTexts(const Dimensions& dims) {
+  std::vector<std::string> texts;
+  for (const bool cached : {true, false}) {
+    for (const FoundAttention& one : cached ? FindCachedAttentions(dims) : FindAttentions(dims, Executor::kProvider)) {
+      const auto* const found = std::get_if<Attention>(&one);
+      const auto* const refused = std::get_if<NotAttention>(&one);
+      const Node& node = found != nullptr ? *found->node : *refused->node;
+      texts.push_back(ErrorText(node.type(), " of ", Quoted(node.Output(0)), cached ? ", cached: " : ": ",
+                                found != nullptr ? TextOf(*found) : refused->reason.Text()));
+    }
+  }
+  return texts;
 }
 
 }  // namespace ortolan::match

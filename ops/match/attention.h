@@ -109,9 +109,12 @@ enum class Executor { kOperator, kProvider };
 // Return attention without a cache and similar subgraphs, in graph order.
 std::vector<FoundAttention> FindAttentions(const Dimensions& dims, Executor executor = Executor::kOperator);
 // Return cached attention and similar subgraphs, in graph order.
-std::vector<FoundAttention> FindCachedAttentions(const Dimensions& dims);
+std::vector<FoundAttention> FindCachedAttentions(const Dimensions& dims, Executor executor = Executor::kOperator);
 // Return the head width of a cache whose shape does not state it, as in models of new ONNX Runtime GenAI builders, from
 // the width of the queries of its GroupQueryAttention; nullopt if unknown.
 std::optional<int64_t> HeadSize(const Dimensions& dims, Value past);
+// Return a line for each result of both searches for the provider: all fields of an attention, or the reason. Both
+// front ends must give the same lines for the same model.
+std::vector<std::string> AttentionTexts(const Dimensions& dims);
 
 }  // namespace ortolan::match

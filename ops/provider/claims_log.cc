@@ -5,6 +5,8 @@
 #include <cstring>
 #include <utility>
 
+#include "match/attention.h"
+
 namespace ortolan::provider {
 namespace {
 
@@ -39,6 +41,13 @@ void ClaimsLog::Takes(const Node& node, const std::string& what) const {
 void ClaimsLog::Leaves(const Node& node, const std::string& reason) const {
   Log(ORT_LOGGING_LEVEL_INFO, ErrorText("Ortolan leaves ", node.Described(), ": ", reason));
   Write(node, false, "", reason);
+}
+
+void ClaimsLog::Finds(const Graph& graph) const {
+  if (file_.empty()) return;
+  for (const std::string& text : match::AttentionTexts(match::Dimensions(graph))) {
+    Append(ErrorText("{\"attention\": ", Quoted(text), "}\n"));
+  }
 }
 
 void ClaimsLog::Log(OrtLoggingLevel level, const std::string& text) const {

@@ -19,6 +19,8 @@ class ClaimsLog {
 
   void Takes(const Node& node, const std::string& what) const;
   void Leaves(const Node& node, const std::string& reason) const;
+  // Write what the rules for attention found in a graph, if there is a file.
+  void Finds(const Graph& graph) const;
 
  private:
   void Log(OrtLoggingLevel level, const std::string& text) const;

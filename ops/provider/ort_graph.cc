@@ -237,7 +237,8 @@ Value OrtModelGraph::AddValue(const OrtValueInfo* value) {
   if (tensor != nullptr) {
     const TensorInfo read = ReadInfo(ort, *tensor);
     info.type = read.type;
-    info.shape.emplace();
+    // ONNX Runtime tells no difference between a scalar and an unknown shape.
+    if (!read.shape.empty() || info.is_constant) info.shape.emplace();
     for (size_t i = 0; i < read.shape.size(); ++i) {
       const bool is_named = info.is_input && !is_branch_ && read.shape[i] < 0;
       info.shape->push_back({read.shape[i], is_named ? Text(read.names[i]) : ""});

@@ -77,6 +77,9 @@ class Dimensions:
     def attentions(self, cached: bool) -> list[dict[str, Any] | tuple[Any, str, bool]]:
         """Return fields of attention with or without a cache; for similar subgraphs (node, reason, has a cache)."""
 
+    def attention_texts(self) -> list[str]:
+        """Return a line for each result of the rules for attention, as the execution provider uses them."""
+
 def int8_range(codes: NDArray[Any], zero_points: NDArray[np.int16], transposed: bool) -> tuple[int, int]:
     """Return the minimum and maximum of codes - zero_points, a range that includes 0.
 
