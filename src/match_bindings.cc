@@ -1,5 +1,5 @@
 // ortolan._native: the pattern rules of ops/match for onnx-ir graphs. graph_passes/find/graph.py hands over a graph's
-// skeleton in one call; constants are read when a rule asks for them. Values and nodes are their indices in Python.
+// skeleton in one call; constants are read when a rule asks for them.
 #include <utility>
 
 #include "arrays.h"
@@ -14,35 +14,38 @@ using match::ElementType;
 using match::Value;
 using match::ValueInfo;
 
-constexpr int64_t kMostKeptBytes = 1024;  // constants up to this size are read from Python only once
+constexpr int64_t kMostKept = 128;  // constants of at most this number of elements are read from Python only once
 
-// Attributes of the graph module's tuples: flags of a value.
+// Flags of a value.
 enum : int64_t { kInput = 1, kOutput = 2, kConstant = 4 };
 
-// A graph with its subgraphs. All values have one numbering, in the order in which Python lists them.
+// A graph with its subgraphs, and the Python objects of its values and nodes.
 struct PyGraph {
-  std::vector<std::shared_ptr<match::Graph>> graphs;  // the main graph and all subgraphs
-  std::vector<Value> values;
-  std::unordered_map<Value, int64_t> indices;
-  std::unordered_map<int64_t, match::Constant> kept;
+  std::vector<std::shared_ptr<match::Graph>> graphs;  // the main graph first
+  std::vector<Value> values;                          // of all graphs, in the order in which Python lists them
+  std::unordered_map<PyObject*, Value> by_object;
+  std::unordered_map<Value, py::object> objects;
+  std::unordered_map<PyObject*, const match::Node*> nodes_by_object;
+  std::unordered_map<const match::Node*, py::object> nodes;
+  std::unordered_map<Value, match::Constant> kept;
   py::object read;
 
   const match::Graph& main() const { return *graphs.front(); }
-  Value At(int64_t index) const {
-    if (index == -1) return nullptr;
-    Require(index >= 0 && index < static_cast<int64_t>(values.size()), "value ", index, " of ", values.size());
-    return values[index];
-  }
-  std::vector<Value> All(py::handle list) const {
+  std::vector<Value> All(py::handle indices) const {
     std::vector<Value> found;
-    for (py::handle index : list) found.push_back(At(index.cast<int64_t>()));
+    for (py::handle one : indices) {
+      const int64_t index = one.cast<int64_t>();
+      Require(index >= -1 && index < static_cast<int64_t>(values.size()), "value ", index, " of ", values.size());
+      found.push_back(index == -1 ? nullptr : values[index]);
+    }
     return found;
   }
-  py::object IndexOf(Value value) const { return value == nullptr ? py::none() : py::object(py::int_(indices.at(value))); }
-  const match::Node& NodeAt(size_t index) const {
-    Require(index < main().nodes().size(), "node ", index, " of ", main().nodes().size());
-    return main().nodes()[index];
+  // Return null for None, and for values that were not in the graph when it was handed over.
+  Value ValueOf(py::handle object) const {
+    const auto found = by_object.find(object.ptr());
+    return found == by_object.end() ? nullptr : found->second;
   }
+  py::object ObjectOf(Value value) const { return value == nullptr ? py::none() : objects.at(value); }
 };
 
 // Return a tensor (element type, shape, array or bytes); it keeps the Python object alive.
@@ -56,22 +59,18 @@ match::Constant ConstantFrom(py::handle given, const std::string& name) {
   });
   match::Constant constant{name, static_cast<ElementType>(tensor[0].cast<int32_t>()),
                            tensor[1].cast<std::vector<int64_t>>(), buffer.ptr, std::move(owner)};
-  // Rules trust the shape. Types of less than a byte are packed.
-  const bool packed = constant.type == ElementType::kUint4 || constant.type == ElementType::kInt4;
-  const int64_t bytes = buffer.size * buffer.itemsize;
-  Require(bytes == (packed ? (constant.Count() + 1) / 2 : constant.Count() * match::BytesOf(constant.type)),
-          "constant ", name, " has ", bytes, " bytes, which does not fit its shape");
+  const int64_t bytes = buffer.size * buffer.itemsize;  // 4-bit types are packed, others have at least a byte
+  Require(bytes >= (constant.Count() + 1) / 2, "constant ", name, " has ", bytes, " bytes, too few for its shape");
   return constant;
 }
 
-std::optional<match::Constant> Read(PyGraph& graph, const ValueInfo& value) {
+std::optional<match::Constant> Read(PyGraph& graph, Value value) {
   const py::gil_scoped_acquire gil;
-  const int64_t index = graph.indices.at(&value);
-  if (const auto kept = graph.kept.find(index); kept != graph.kept.end()) return kept->second;
-  const py::object tensor = graph.read(index);
+  if (const auto kept = graph.kept.find(value); kept != graph.kept.end()) return kept->second;
+  const py::object tensor = graph.read(graph.ObjectOf(value));
   if (tensor.is_none()) return std::nullopt;
-  match::Constant constant = ConstantFrom(tensor, value.name);
-  if (constant.Count() <= kMostKeptBytes / 8) graph.kept.emplace(index, constant);
+  match::Constant constant = ConstantFrom(tensor, value->name);
+  if (constant.Count() <= kMostKept) graph.kept.emplace(value, constant);
   return constant;
 }
 
@@ -86,16 +85,16 @@ match::Attribute AttributeFrom(py::handle value) {
 
 ValueInfo ValueFrom(const py::tuple& given) {
   ValueInfo value;
-  value.name = given[1].cast<std::string>();
-  value.type = static_cast<ElementType>(given[2].cast<int32_t>());
-  const int64_t flags = given[4].cast<int64_t>();
+  value.name = given[2].cast<std::string>();
+  value.type = static_cast<ElementType>(given[3].cast<int32_t>());
+  const int64_t flags = given[5].cast<int64_t>();
   value.is_input = (flags & kInput) != 0;
   value.is_output = (flags & kOutput) != 0;
   value.is_constant = (flags & kConstant) != 0;
-  if (given[3].is_none()) return value;
+  if (given[4].is_none()) return value;
   if (value.is_constant) value.constant_shape.emplace();
   value.shape.emplace();
-  for (py::handle dim : given[3]) {
+  for (py::handle dim : given[4]) {
     match::DeclaredSize size;
     if (PyLong_Check(dim.ptr())) size.size = std::max<int64_t>(-1, dim.cast<int64_t>());
     if (PyUnicode_Check(dim.ptr())) size.name = dim.cast<std::string>();
@@ -105,39 +104,46 @@ ValueInfo ValueFrom(const py::tuple& given) {
   return value;
 }
 
-// values: tuples (graph, name, element type, shape or None, flags). graphs: tuples (nodes, outputs), the main graph
-// first. nodes: tuples (name, domain, type, attributes, tensor attributes, subgraphs, inputs, outputs, implicit inputs).
+match::Node NodeFrom(const PyGraph& graph, const py::tuple& given) {
+  match::Attributes attributes;
+  match::Subgraphs subgraphs;
+  for (const auto& [name, value] : given[4].cast<py::dict>())
+    attributes.emplace(name.cast<std::string>(), AttributeFrom(value));
+  for (const auto& [name, tensor] : given[5].cast<py::dict>())
+    attributes.emplace(name.cast<std::string>(), ConstantFrom(tensor, name.cast<std::string>()));
+  for (const auto& [name, subgraph] : given[6].cast<py::dict>())
+    subgraphs.emplace(name.cast<std::string>(), graph.graphs.at(subgraph.cast<size_t>()));
+  return {given[1].cast<std::string>(), given[2].cast<std::string>(), given[3].cast<std::string>(),
+          std::move(attributes),        graph.All(given[7]),          graph.All(given[8]),
+          graph.All(given[9]),          std::move(subgraphs)};
+}
+
+// values: tuples (object, graph, name, element type, shape or None, flags). graphs: tuples (nodes, outputs), the main
+// graph first, and each subgraph after the graph around it. nodes: tuples (object, name, domain, type, attributes,
+// tensor attributes, subgraphs, inputs, outputs, implicit inputs). read: returns the tensor of a value, or None.
 std::shared_ptr<PyGraph> MakeGraph(const py::list& values, const py::list& graphs, int64_t opset, py::object read) {
   auto made = std::make_shared<PyGraph>();
   made->read = std::move(read);
   for (size_t i = 0; i < graphs.size(); ++i) {
     made->graphs.push_back(
-        std::make_shared<match::Graph>([graph = made.get()](const ValueInfo& value) { return Read(*graph, value); }));
+        std::make_shared<match::Graph>([graph = made.get()](const ValueInfo& value) { return Read(*graph, &value); }));
     made->graphs.back()->SetOpset(opset);
   }
   for (py::handle one : values) {
-    const py::tuple value = one.cast<py::tuple>();
-    const Value added = &made->graphs.at(value[0].cast<size_t>())->AddValue(ValueFrom(value));
-    made->indices.emplace(added, made->values.size());
-    made->values.push_back(added);
+    const py::tuple given = one.cast<py::tuple>();
+    const Value value = &made->graphs.at(given[1].cast<size_t>())->AddValue(ValueFrom(given));
+    made->values.push_back(value);
+    made->objects.emplace(value, given[0]);
+    made->by_object.emplace(py::object(given[0]).ptr(), value);
   }
   for (size_t i = 0; i < graphs.size(); ++i) {
     match::Graph& graph = *made->graphs[i];
     const py::tuple parts = graphs[i].cast<py::tuple>();
     for (py::handle one : parts[0]) {
       const py::tuple given = one.cast<py::tuple>();
-      match::Graph::NewNode node{given[0].cast<std::string>(), given[1].cast<std::string>(), given[2].cast<std::string>(),
-                                 {}, {}, made->All(given[6]), made->All(given[7]), made->All(given[8])};
-      for (const auto& [name, value] : given[3].cast<py::dict>())
-        node.attributes.emplace(name.cast<std::string>(), AttributeFrom(value));
-      for (const auto& [name, tensor] : given[4].cast<py::dict>())
-        node.attributes.emplace(name.cast<std::string>(), ConstantFrom(tensor, name.cast<std::string>()));
-      for (const auto& [name, subgraph] : given[5].cast<py::dict>()) {
-        const size_t index = subgraph.cast<size_t>();
-        Require(index > i, "subgraph ", index, " of a node in graph ", i, ", expected a higher number");
-        node.subgraphs.emplace(name.cast<std::string>(), made->graphs.at(index));
-      }
-      graph.AddNode(std::move(node));
+      const match::Node& node = graph.AddNode(NodeFrom(*made, given));
+      made->nodes.emplace(&node, given[0]);
+      made->nodes_by_object.emplace(py::object(given[0]).ptr(), &node);
     }
     graph.SetOutputs(made->All(parts[1]));
   }
@@ -157,21 +163,11 @@ class PyDimensions {
  public:
   explicit PyDimensions(std::shared_ptr<PyGraph> graph) : graph_(std::move(graph)), dims_(graph_->main()) {}
 
-  py::object Shape(int64_t value) const {
-    const auto shape = dims_.ShapeOf(graph_->At(value));
-    return shape ? Tuple(*shape, [this](const match::Dim& dim) { return Object(dim); }) : py::none();
-  }
-  py::object Elements(int64_t value) const {
-    const auto elements = dims_.ElementsOf(graph_->At(value));
-    return elements ? Tuple(*elements, [this](const match::Element& element) { return Object(element); }) : py::none();
-  }
-  std::optional<double> Number(int64_t value) const { return dims_.NumberOf(graph_->At(value)); }
-  int32_t Type(int64_t value) const { return static_cast<int32_t>(dims_.TypeOf(graph_->At(value))); }
-  py::object ReshapeTarget(size_t node) const {
-    const auto target = dims_.ReshapeTarget(graph_->NodeAt(node));
-    const auto object = [this](const std::optional<match::Dim>& dim) { return dim ? Object(*dim) : py::none(); };
-    return target ? Tuple(*target, object) : py::none();
-  }
+  py::object Shape(py::handle value) const { return Optional(dims_.ShapeOf(graph_->ValueOf(value))); }
+  py::object Elements(py::handle value) const { return Optional(dims_.ElementsOf(graph_->ValueOf(value))); }
+  std::optional<double> Number(py::handle value) const { return dims_.NumberOf(graph_->ValueOf(value)); }
+  int32_t Type(py::handle value) const { return static_cast<int32_t>(dims_.TypeOf(graph_->ValueOf(value))); }
+  std::optional<int64_t> HeadSize(py::handle value) const { return match::HeadSize(dims_, graph_->ValueOf(value)); }
   py::list Attentions(bool cached) const {
     py::list found;
     for (const match::FoundAttention& one : cached ? FindCachedAttentions(dims_) : FindAttentions(dims_))
@@ -180,22 +176,28 @@ class PyDimensions {
   }
 
  private:
-  template <typename List, typename Function>
-  static py::object Tuple(const List& list, const Function& function) {
+  template <typename List>
+  py::tuple Tuple(const List& list) const {
     py::tuple tuple(list.size());
-    for (size_t i = 0; i < list.size(); ++i) tuple[i] = function(list[i]);
+    for (size_t i = 0; i < list.size(); ++i) tuple[i] = Object(list[i]);
     return tuple;
+  }
+  template <typename List>
+  py::object Optional(const std::optional<List>& list) const {
+    return list ? Tuple(*list) : py::object(py::none());
   }
   py::object Symbol(uint32_t symbol) const {
     const match::Symbols::Symbol& found = dims_.symbols()[symbol];
     if (found.value == nullptr) return py::str(found.name);
-    return py::make_tuple(graph_->IndexOf(found.value), found.axis);
+    return py::make_tuple(graph_->ObjectOf(found.value), found.axis);
+  }
+  py::object Object(const std::pair<uint32_t, int64_t>& term) const {
+    return py::make_tuple(Symbol(term.first), term.second);
   }
   py::object Object(const match::Dim& dim) const {
     if (const auto number = dim.Number()) return py::int_(*number);
     if (const auto symbol = dim.Symbol()) return Symbol(*symbol);
-    const auto term = [this](const auto& part) { return py::make_tuple(Symbol(part.first), part.second); };
-    return py::cast(PySum{Tuple(dim.terms(), term), dim.number()});
+    return py::cast(PySum{Tuple(dim.terms()), dim.number()});
   }
   py::object Object(const match::Element& element) const {
     if (const match::Dim* dim = element.AsDim()) return Object(*dim);
@@ -203,44 +205,53 @@ class PyDimensions {
     return element.IsReal() ? py::object(py::float_(*element.AsNumber())) : py::none();
   }
   py::object Object(const match::Mask& mask) const {
-    return py::make_tuple(graph_->IndexOf(mask.value), mask.fill, mask.hides, mask.scale, mask.heads, mask.windows);
+    return py::make_tuple(Object(mask.value), mask.fill, mask.hides, mask.scale, mask.heads, mask.windows);
   }
-  static py::object Object(const match::Node* node) { return py::int_(node->index()); }
-  static py::object Object(const match::NotAttention& refused) {
-    return py::make_tuple(refused.node->index(), refused.reason.Text(), refused.cached);
+  py::object Object(Value value) const { return graph_->ObjectOf(value); }
+  py::object Object(const match::Node* node) const { return graph_->nodes.at(node); }
+  py::object Object(const match::NotAttention& refused) const {
+    return py::make_tuple(Object(refused.node), refused.reason.Text(), refused.cached);
   }
+  // Return the fields of Attention or CachedAttention in Python.
   py::object Object(const match::Attention& match) const {
-    const auto object = [this](const auto& one) { return Object(one); };
-    const auto index = [this](Value value) { return graph_->IndexOf(value); };
+    if (match.cache && match.cache->why_kept)
+      return py::make_tuple(Object(match.node), match.cache->why_kept->Text(), true);
     py::dict found;
-    found["node"] = match.node->index();
-    found["inputs"] = Tuple(match.inputs, index);
-    py::list layouts;
-    for (const match::Layout layout : match.layouts) layouts.append(match::kLayoutNames[static_cast<int>(layout)]);
-    layouts.append(match::kLayoutNames[static_cast<int>(match.output_layout)]);
-    found["layouts"] = layouts;
+    const auto value = [&](const char* name, Value value) { found[name] = Object(value); };
+    found["node"] = Object(match.node);
+    value("query", match.inputs[0]);
+    value("key", match.inputs[1]);
+    value("value", match.inputs[2]);
+    value("output", match.output);
     found["heads"] = match.heads;
     found["kv_heads"] = match.kv_heads;
     found["head_dim"] = match.head_dim;
     found["scale"] = match.scale;
-    found["masks"] = Tuple(match.masks, object);
+    found["masks"] = Tuple(match.masks);
     found["causal"] = match.causal;
     found["zero_hidden_rows"] = match.zero_hidden_rows;
-    found["output"] = index(match.output);
-    found["products"] = Tuple(match.products, object);
-    found["nodes"] = Tuple(match.nodes, object);
-    if (!match.cache) return found;
-    const match::KvCache& cache = *match.cache;
-    py::dict values;
-    values["past_key"] = index(cache.past_key);
-    values["past_value"] = index(cache.past_value);
-    values["present_key"] = index(cache.present_key);
-    values["present_value"] = index(cache.present_value);
-    values["lengths"] = index(cache.lengths);
-    values["cos"] = index(cache.cos);
-    values["sin"] = index(cache.sin);
-    found["cache"] = values;
-    found["interleaved"] = cache.interleaved;
+    found["products"] = py::list(Tuple(match.products));
+    found["nodes"] = py::set(Tuple(match.nodes));
+    if (match.cache) {
+      value("past_key", match.cache->past_key);
+      value("past_value", match.cache->past_value);
+      value("present_key", match.cache->present_key);
+      value("present_value", match.cache->present_value);
+      value("lengths", match.cache->lengths);
+      value("cos", match.cache->cos);
+      value("sin", match.cache->sin);
+      found["interleaved"] = match.cache->interleaved;
+      return found;
+    }
+    py::dict layouts;
+    const auto layout = [&](const char* name, match::Layout one) {
+      if (one != match::Layout::kByRows) layouts[name] = match::kLayoutNames[static_cast<int>(one)];
+    };
+    layout("query", match.layouts[0]);
+    layout("key", match.layouts[1]);
+    layout("value", match.layouts[2]);
+    layout("output", match.output_layout);
+    found["layouts"] = layouts;
     return found;
   }
 
@@ -256,7 +267,8 @@ void BindMatch(py::module_& module) {
   py::class_<PySum>(module, "Sum", "A sum of symbolic dimensions with factors, and a number.")
       .def_readonly("terms", &PySum::terms)
       .def_readonly("number", &PySum::number)
-      .def("__eq__", [](const PySum& sum, const PySum& other) { return sum == other; }, py::is_operator())
+      .def(
+          "__eq__", [](const PySum& sum, const PySum& other) { return sum == other; }, py::is_operator())
       .def("__hash__", [](const PySum& sum) { return py::hash(py::make_tuple(sum.terms, sum.number)); })
       .def("__repr__", [](const PySum& sum) { return py::str("Sum({}, {})").format(sum.terms, sum.number); });
   py::class_<PyDimensions>(module, "Dimensions", "Symbolic shapes of a graph's values (ops/match/dimensions.h).")
@@ -265,7 +277,7 @@ void BindMatch(py::module_& module) {
       .def("elements", &PyDimensions::Elements, py::arg("value"))
       .def("number", &PyDimensions::Number, py::arg("value"))
       .def("dtype", &PyDimensions::Type, py::arg("value"))
-      .def("reshape_target", &PyDimensions::ReshapeTarget, py::arg("node"))
+      .def("head_size", &PyDimensions::HeadSize, py::arg("past"))
       .def("attentions", &PyDimensions::Attentions, py::arg("cached"));
 }
 

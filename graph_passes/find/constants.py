@@ -127,8 +127,9 @@ def lazy(
 
 def _constant(node: ir.Node) -> ir.TensorProtocol | None:
     attr = node.attributes.get("value")
-    if attr is not None and not attr.is_ref():
-        return attr.as_tensor()
+    if attr is not None and attr.type == ir.AttributeType.TENSOR and not attr.is_ref():
+        tensor: ir.TensorProtocol = attr.value  # as_tensor() checks the type, which is slow
+        return tensor
     return _computed(node.outputs[0])
 
 

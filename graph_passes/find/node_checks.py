@@ -15,6 +15,11 @@ class UnfitError(Exception):
     """A node cannot be read or rewritten; the message becomes the reason in the report."""
 
 
+def is_op(node: ir.Node, *op_types: str) -> bool:
+    """Return whether a node is a standard operator of one of these types."""
+    return node.op_type in op_types and node.domain in DEFAULT_DOMAINS
+
+
 def node_input(node: ir.Node, index: int) -> ir.Value | None:
     """Return an input, or None if it is missing."""
     return node.inputs[index] if index < len(node.inputs) else None

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from .constants import DEFAULT_DOMAINS, constant_tensor
-from .dimensions import Dimensions, int_attribute, permutation
-from .sums import Dim, Shape
+from .dimensions import Dim, Dimensions, Shape
+from .node_checks import integer_attribute
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _behind(dims: Dimensions, node: ir.Node, before: Shape, after: Shape, tokens
     """Return the token axis of a view's output, or None."""
     rank = len(before)
     if node.op_type == "Transpose":
-        axes = permutation(node, rank)
+        axes = tuple(node.attributes["perm"].as_ints()) if "perm" in node.attributes else tuple(reversed(range(rank)))
         return axes.index(tokens) if axes[0] == 0 else None
     if node.op_type == "Reshape":
         return _reshaped(before, after, tokens)
@@ -107,7 +107,7 @@ def _axes(dims: Dimensions, node: ir.Node, rank: int) -> list[int] | None:
     if node.op_type in ("Concat", "Gather", "Split"):
         if node.op_type == "Concat" and "axis" not in node.attributes:
             return None
-        return [int_attribute(node, "axis", 0) % rank]
+        return [integer_attribute(node, "axis", 0) % rank]
     index = 3 if node.op_type == "Slice" else 1
     given = dims.elements(node.inputs[index]) if len(node.inputs) > index else None
     if given is None or not all(isinstance(axis, int) for axis in given):

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from ortolan.errors import CalibrationError, listing, wrong_type
 
 from ..find.constants import constant_tensor
-from ..find.dimensions import head_size
+from ..find.dimensions import head_sizes
 from .input_dimensions import InputDimensions, Meaning, is_token_input, parts_of
 from .media_inputs import picture_shape, samples_per_step
 
@@ -204,11 +204,12 @@ def _beginning_of_text(feeds: Mapping[str, Any], required: Mapping[str, ir.Value
     plain = {"attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
     plain["position_ids"] = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
     made = {name: array for name, array in plain.items() if name in required}
+    widths = head_sizes(required.values())
     for name, value in required.items():
         shape = value.shape
         if "past" not in name or shape is None or len(shape) != 4 or value.dtype is None:
             continue
-        heads, width = shape[1], shape[3] if isinstance(shape[3], int) else head_size(value)
+        heads, width = shape[1], shape[3] if isinstance(shape[3], int) else widths.get(value)
         if isinstance(heads, int) and width is not None and not isinstance(shape[2], int):
             made[name] = np.zeros((len(ids), heads, 0, width), value.dtype.numpy())
     return made
@@ -233,11 +234,17 @@ def synthetic_feeds(model: ir.Model, sizes: Sizes, seed: int = 0) -> Feeds:
             sequence = tokens if isinstance(tokens, int) else sequence
     sequence *= max([samples_per_step(value) for value in inputs], default=1)
     sizes = Sizes(batch, sequence, sizes.past if has_past else 0)
-    return {value.name or "": _make_up(value, sizes, dimensions, rng, has_past) for value in inputs}
+    widths = head_sizes(inputs)
+    return {value.name or "": _make_up(value, sizes, dimensions, rng, has_past, widths.get(value)) for value in inputs}
 
 
 def _make_up(
-    value: ir.Value, sizes: Sizes, dimensions: InputDimensions, rng: np.random.Generator, has_past: bool
+    value: ir.Value,
+    sizes: Sizes,
+    dimensions: InputDimensions,
+    rng: np.random.Generator,
+    has_past: bool,
+    head_size: int | None,
 ) -> np.ndarray:
     name = (value.name or "").lower()
     if not isinstance(value.type, ir.TensorType) or value.shape is None or value.dtype is None:
@@ -246,8 +253,7 @@ def _make_up(
             "type; give calibration=… with inputs for this model"
         )
     shape = [_dimension(value, axis, sizes, dimensions) for axis in range(len(value.shape))]
-    if len(shape) == 4 and not isinstance(value.shape[3], int):
-        shape[3] = head_size(value) or shape[3]
+    shape[3:4] = [head_size] if head_size else shape[3:4]
     picture = picture_shape(value)
     if picture is not None:
         given = zip(value.shape, (shape[0], *picture), strict=True)

@@ -10,7 +10,7 @@ import math
 import onnx_ir as ir
 
 from ..find.constants import constant_tensor
-from ..find.dimensions import int_attribute
+from ..find.node_checks import integer_attribute
 
 _PIXELS = 224  # the usual height and width of images
 _SPECIAL_TOKENS = (1, 0, 2, 101, 11)  # possible numbers of class and detection tokens
@@ -32,7 +32,7 @@ def picture_shape(value: ir.Value) -> tuple[int, int, int] | None:
     side = _PIXELS
     if stride == patch and convolution.graph is not None:
         side = _side_in_patches(convolution.graph, width) * patch or side
-    return channels * int_attribute(convolution, "group", 1), side, side
+    return channels * integer_attribute(convolution, "group", 1), side, side
 
 
 def samples_per_step(value: ir.Value) -> int:

@@ -7,25 +7,34 @@ attention as a whole, because nothing else then depends on its inner values.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
-from ..find.attention_operands import is_op
+from ortolan._native import Sum
+
 from ..find.constants import GRAPHS, remove_dead
-from ..find.dimensions import Dimensions
-from ..find.sums import Dim, Element, Product, Sum
+from ..find.dimensions import Dim, Dimensions, Element
+from ..find.node_checks import is_op
 from ..operators.nodes import new_initializer
+
+Sources = dict[Dim, list[tuple[ir.Value, int]]]  # axes of the model's inputs with a dimension
 
 
 def ask_inputs(model: ir.Model, new_name: Callable[[str], str]) -> None:
     """Compute lengths from the model's inputs, in its graph and in branches of an If."""
     behind: dict[ir.Value, frozenset[ir.Value]] = {value: frozenset([value]) for value in model.graph.inputs}
     _trace(model.graph, behind)
+    dims = Dimensions(model.graph)
+    sources: Sources = {}
+    for value in model.graph.inputs:
+        for axis, dim in enumerate((not value.is_initializer() and dims.shape(value)) or ()):
+            sources.setdefault(dim, []).append((value, axis))
     for graph in [model.graph, *_branches(model.graph)]:
-        _ask_inputs(graph, model.graph.inputs, behind, new_name)
+        _ask_inputs(graph, sources, behind, new_name)
 
 
 def _branches(graph: ir.Graph) -> Iterator[ir.Graph]:
@@ -40,12 +49,12 @@ def _branches(graph: ir.Graph) -> Iterator[ir.Graph]:
 
 def _ask_inputs(
     graph: ir.Graph,
-    inputs: Sequence[ir.Value],
+    sources: Sources,
     behind: Mapping[ir.Value, frozenset[ir.Value]],
     new_name: Callable[[str], str],
 ) -> None:
     dims = Dimensions(graph)
-    lengths = _Lengths(graph, inputs, dims, behind, new_name)
+    lengths = _Lengths(graph, sources, behind, new_name)
     found = {value: dims.elements(value) or () for value in _lengths_of_inner_values(graph, dims)}
     found = {value: elements for value, elements in found.items() if elements and lengths.known(elements, value)}
     for value, elements in found.items():
@@ -86,18 +95,14 @@ class _Lengths:
     def __init__(
         self,
         graph: ir.Graph,
-        inputs: Sequence[ir.Value],
-        dims: Dimensions,
+        sources: Sources,
         behind: Mapping[ir.Value, frozenset[ir.Value]],
         new_name: Callable[[str], str],
     ) -> None:
         self._graph = graph
         self._behind = behind
         self._new_name = new_name
-        self._sources: dict[Dim, list[tuple[ir.Value, int]]] = {}
-        for value in inputs:
-            for axis, dim in enumerate((not value.is_initializer() and dims.shape(value)) or ()):
-                self._sources.setdefault(dim, []).append((value, axis))
+        self._sources = sources
         self._asking: ir.Value | None = None
         self._made: dict[object, ir.Value] = {}
         self._nodes: list[ir.Node] = []
@@ -140,9 +145,7 @@ class _Lengths:
             case int():
                 return True
             case Sum():
-                return all(self._is_known(dim) for dim, _ in element.dims)
-            case Product():
-                return self._is_known(element.dim)
+                return all(self._is_known(dim) for dim, _ in element.terms)
         return self._source(element) is not None
 
     def _one(self, element: Element) -> ir.Value:
@@ -150,23 +153,23 @@ class _Lengths:
         match element:
             case int():
                 return self._ints(element)
-            case Product():
-                return self._node("Mul", [self._one(element.dim), self._ints(element.times)])
             case Sum():
-                terms = [
-                    self._one(Product(dim, count) if count > 1 else dim)
-                    for dim, count in sorted(element.dims, key=repr)
-                ]
-                terms += [self._ints(element.number)] if element.number else []
+                times = math.gcd(element.number, *(count for _, count in element.terms))
+                parts = sorted(element.terms, key=repr)
+                terms = [self._product(self._one(dim), count // times) for dim, count in parts]
+                terms += [self._ints(element.number // times)] if element.number else []
                 total = terms[0]
                 for term in terms[1:]:
                     total = self._node("Add", [total, term])
-                return total
+                return self._product(total, times)
         source = self._source(element)
         assert source is not None
         value, axis = source
         shape = self._node("Shape", [value])
         return self._node("Gather", [shape, self._ints(axis)])
+
+    def _product(self, value: ir.Value, times: int) -> ir.Value:
+        return self._node("Mul", [value, self._ints(times)]) if times > 1 else value
 
     def _ints(self, number: int) -> ir.Value:
         if number not in self._made:

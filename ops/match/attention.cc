@@ -39,7 +39,7 @@ Attention Joined(const Dimensions& dims, const Node& node, const Operands& opera
     const ElementType other = dims.TypeOf(operands[i].base);
     Expect(other == type, ReasonCode::kOperandType, kRoles[i], Quoted(operands[i].base), NameOf(other));
   }
-  for (const Mask& mask : masks) CheckMask(dims, mask, {query.batch, query.heads, query.rows, key.rows}, type);
+  for (const Mask& mask : masks) CheckMask(dims, mask, {query.batch, query.heads, query.rows, key.rows}, executor);
   Attention found;
   found.node = &node;
   for (size_t i = 0; i < 3; ++i) {

@@ -60,7 +60,7 @@ struct KvCache {
   bool interleaved = false;
   // The reason why a pass may not change the type of the caches; nullopt: they are inputs and outputs of the graph, and
   // no other node reads them.
-  std::optional<Reason> why_kept;
+  std::optional<Reason> why_kept{};
 };
 
 struct Attention {

@@ -62,14 +62,15 @@ Value MergedHeads(const Dimensions& dims, Value value, const Operand& query, Nod
 // Return a boolean mask that hides the keys where it is false.
 inline Mask VisibleMask(Value value) { return {value, -std::numeric_limits<double>::infinity(), false}; }
 
-// Check that a mask broadcasts against the scores, and its type. type: that of the queries.
+// Check that a mask broadcasts against the scores, and its type. The provider checks an integer against a symbolic
+// dimension when the model runs.
 void CheckMask(const Dimensions& dims, const Mask& mask, const DimShape& scores,
-               ElementType type = ElementType::kFloat);
+               Executor executor = Executor::kOperator);
 
 // Check that only `nodes` read the values that will be removed; the present caches are exempt. Other nodes whose
-// results only removed nodes read, such as shape computations, are added to `nodes`, and all are listed in `found`. A
-// mask that they expand or slice to the shape of the scores is replaced by the mask before. Throws RefusedError, also
-// if an input is computed by `nodes`.
+// results only removed nodes read, such as shape computations, are added to `nodes`, and all are listed in `found`. For
+// the provider, a mask that they expand or slice to the shape of the scores is replaced by the mask before. Throws
+// RefusedError, also if an input is computed by `nodes`.
 void CheckUses(const Dimensions& dims, NodeSet& nodes, Attention& found, Executor executor = Executor::kOperator);
 
 // Return the mask before it is expanded to the shape of the scores, which broadcasting does anyway.

@@ -215,6 +215,7 @@ DimensionRules::ShapeRule DimensionRules::ShapeRuleOf(const std::string& type) {
                                                            {"GlobalAveragePool", &R::GlobalPool},
                                                            {"GlobalMaxPool", &R::GlobalPool},
                                                            {"Pad", &R::Pad},
+                                                           {"Resize", &R::Resize},
                                                            {"ArgMax", &R::ArgMax},
                                                            {"ArgMin", &R::ArgMax},
                                                            {"TopK", &R::TopK},
@@ -689,6 +690,18 @@ std::optional<DimShape> DimensionRules::Pad() {
     (*shape)[axis] = OrUnknown(dim, axis);
   }
   return shape;
+}
+
+std::optional<DimShape> DimensionRules::Resize() {
+  const std::optional<DimShape> shape = In(0);
+  if (!shape) return std::nullopt;
+  const std::optional<DimShape> sizes = node_.HasAttribute("axes") || node_.HasAttribute("keep_aspect_ratio_policy")
+                                            ? std::nullopt
+                                            : ShapeFrom(ElementsIn(3));
+  if (sizes && sizes->size() == shape->size()) return sizes;
+  DimShape unknown;
+  for (size_t axis = 0; axis < shape->size(); ++axis) unknown.push_back(Unknown(axis));
+  return unknown;
 }
 
 std::optional<DimShape> DimensionRules::ArgMax() {

@@ -71,6 +71,7 @@ class DimensionRules {
   std::optional<DimShape> Pool();
   std::optional<DimShape> GlobalPool();
   std::optional<DimShape> Pad();
+  std::optional<DimShape> Resize();
   std::optional<DimShape> ArgMax();
   std::optional<DimShape> TopK();
   std::optional<DimShape> NonZero();

@@ -192,7 +192,8 @@ Value MergedHeads(const Dimensions& dims, Value value, const Operand& query, Nod
   return Merged(dims, value, *known, nodes);
 }
 
-void CheckMask(const Dimensions& dims, const Mask& mask, const DimShape& scores, ElementType wanted) {
+void CheckMask(const Dimensions& dims, const Mask& mask, const DimShape& scores, Executor executor) {
+  const bool for_provider = executor == Executor::kProvider;
   std::optional<DimShape> shape = dims.ShapeOf(mask.value);
   if (shape && mask.heads != 0) {
     shape->insert(shape->begin() + (shape->empty() ? 0 : 1), Dim(mask.heads));
@@ -207,13 +208,13 @@ void CheckMask(const Dimensions& dims, const Mask& mask, const DimShape& scores,
   for (size_t i = 1; i <= shape->size(); ++i) {
     // Different symbolic dimensions are accepted, because the model itself adds the mask to the scores.
     const std::optional<int64_t> size = (*shape)[shape->size() - i].Number();
-    Expect(!size || *size == 1 || scores[scores.size() - i].Is(*size), ReasonCode::kMaskSize, Quoted(mask.value),
-           size.value_or(0));
+    const Dim& wanted = scores[scores.size() - i];
+    Expect(!size || *size == 1 || wanted.Is(*size) || (for_provider && !wanted.IsNumber()), ReasonCode::kMaskSize,
+           Quoted(mask.value), size.value_or(0));
   }
   const ElementType type = dims.TypeOf(mask.value);
-  // The scores of a float16 attention may be float32.
-  const bool fits = mask.fill ? type == ElementType::kBool : type == ElementType::kFloat || type == wanted;
-  Expect(fits, ReasonCode::kMaskType, Quoted(mask.value), NameOf(type));
+  const bool is_float = type == ElementType::kFloat || (for_provider && type == ElementType::kFloat16);
+  Expect(mask.fill ? type == ElementType::kBool : is_float, ReasonCode::kMaskType, Quoted(mask.value), NameOf(type));
 }
 
 void CheckUses(const Dimensions& dims, NodeSet& nodes, Attention& found, Executor executor) {

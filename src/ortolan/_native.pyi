@@ -1,5 +1,6 @@
 """Native core of Ortolan: packers, unpackers, shared rules, CPU information."""
 
+from collections.abc import Callable, Hashable
 from typing import Any, Literal, TypedDict, overload
 
 import numpy as np
@@ -38,6 +39,37 @@ def find_activation(
     Raises:
         ValueError: a node refers to a value that does not exist.
     """
+
+class Graph:
+    """A model graph for pattern rules (ops/match/graph.h)."""
+
+    def __init__(
+        self,
+        values: list[tuple[Any, ...]],
+        graphs: list[tuple[list[tuple[Any, ...]], list[int]]],
+        opset: int,
+        read: Callable[[Any], tuple[int, list[int], Any] | None],
+    ) -> None:
+        """Make the graph; src/match_bindings.cc describes the tuples. `read` returns the tensor of a constant."""
+
+class Sum:
+    """A sum of symbolic dimensions with factors, and a number."""
+
+    terms: tuple[tuple[Hashable, int], ...]
+    number: int
+
+class Dimensions:
+    """Symbolic shapes of a graph's values (ops/match/dimensions.h), and the patterns found in the graph."""
+
+    def __init__(self, graph: Graph) -> None: ...
+    def shape(self, value: object) -> tuple[Hashable, ...] | None: ...
+    def elements(self, value: object) -> tuple[Hashable, ...] | None: ...
+    def number(self, value: object) -> float | None: ...
+    def dtype(self, value: object) -> int:
+        """Return the number of a value's element type, 0 if it is unknown."""
+    def head_size(self, past: object) -> int | None: ...
+    def attentions(self, cached: bool) -> list[dict[str, Any] | tuple[Any, str, bool]]:
+        """Return fields of attention with or without a cache; for similar subgraphs (node, reason, has a cache)."""
 
 def int8_range(codes: NDArray[Any], zero_points: NDArray[np.int16], transposed: bool) -> tuple[int, int]:
     """Return the minimum and maximum of codes - zero_points, a range that includes 0.

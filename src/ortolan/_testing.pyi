@@ -13,6 +13,15 @@ from numpy.typing import NDArray
 def feature_sets() -> list[str]:
     """Return the names of the feature sets in ops/isa/feature_sets.inc. A set comes after all sets that it contains."""
 
+def tensor_view(
+    shape: list[int], steps: list[tuple[str, list[int]]]
+) -> tuple[list[int], list[list[tuple[int, int]]]] | None:
+    """Follow a tensor's axes through steps such as ("Reshape", target) and ("Transpose", axes) (ops/match/views.h).
+
+    Returns:
+        The shape, and the parts (original axis, stride) of each axis; None if the effect of a step is unknown.
+    """
+
 def check_embedded(files: list[int]) -> None:
     """Raise an error if embedded files of these sizes, in bytes, are too large for a compiled model."""
 

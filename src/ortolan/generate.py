@@ -268,10 +268,10 @@ def read_head_size(model: ir.Model | str | os.PathLike[str]) -> int | None:
 
     The inputs of models from newer builders of ONNX Runtime GenAI leave it open.
     """
-    from ortolan.graph_passes.find.dimensions import head_size
+    from ortolan.graph_passes.find.dimensions import head_sizes
 
     past = [value for value in _graph(model).inputs if (value.name or "").startswith(_PAST)]
-    return head_size(past[0]) if past else None
+    return next(iter(head_sizes(past[:1]).values()), None)
 
 
 def _graph(model: ir.Model | str | os.PathLike[str]) -> ir.Graph:

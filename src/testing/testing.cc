@@ -17,4 +17,5 @@ PYBIND11_MODULE(_testing, module) {
   ortolan::BindLutPostOp(module);
   ortolan::BindSimd(module);
   ortolan::BindStreamRead(module);
+  ortolan::BindTensorView(module);
 }

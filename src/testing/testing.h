@@ -20,6 +20,7 @@ void BindEpilogue(py::module_& module);
 void BindLutPostOp(py::module_& module);
 void BindSimd(py::module_& module);
 void BindStreamRead(py::module_& module);
+void BindTensorView(py::module_& module);
 
 // Returns the name of a row of feature_sets.inc, or "unknown".
 inline const char* FeatureSetName(Features features) {

@@ -8,21 +8,28 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from ortolan._native import Sum
 from ortolan.graph_passes.find.dimensions import Dimensions
-from ortolan.graph_passes.find.sums import named, total_of
 
 
 @pytest.mark.parametrize(
     ("text", "parts"),
-    [("a + b", ["a", "b"]), ("a + 1", ["a", 1]), ("a + \u00b2", ["a", "\u00b2"]), ("a + \u0663", ["a", "\u0663"])],
+    [
+        ("a + b", ["a", "b"]),
+        ("a + 1", ["a", 1]),
+        ("a + \u00b2", ["a", "\u00b2"]),
+        ("a + \u0663", ["a", "\u0663"]),
+        (f"a + {'1' * 5000}", ["a", "1" * 5000]),  # too many digits for an integer
+    ],
 )
 def test_names_that_are_sums(text: str, parts: list[str | int]) -> None:
-    assert named(text) == total_of(parts)
-
-
-def test_a_name_of_too_many_digits_is_a_name() -> None:
-    digits = "1" * 5000
-    assert named(f"a + {digits}") == total_of(["a", digits])
+    parts_of_x = [ir.val(f"x{place}", ir.DataType.FLOAT, [part]) for place, part in enumerate(parts)]
+    y = ir.val("y", ir.DataType.FLOAT, [text])
+    node = ir.node("Concat", parts_of_x, {"axis": 0})
+    graph = ir.Graph([*parts_of_x, y], node.outputs, nodes=[node], opset_imports={"": 17})
+    dims = Dimensions(graph)
+    assert dims.shape(node.outputs[0]) == dims.shape(y)
+    assert isinstance((dims.shape(y) or ())[0], Sum)
 
 
 @pytest.mark.parametrize(

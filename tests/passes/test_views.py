@@ -1,16 +1,14 @@
-"""Chains of Reshape and Transpose: the split into heads that View finds matches numpy."""
+"""Chains of Reshape and Transpose: the split into heads that TensorView finds matches numpy."""
 
 from __future__ import annotations
 
 from math import prod
 
 import numpy as np
-import onnx_ir as ir
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ortolan.graph_passes.find.dimensions import Dimensions
-from ortolan.graph_passes.find.views import View
+from ortolan._testing import tensor_view
 
 from ..sampling import examples
 
@@ -29,35 +27,27 @@ def factorizations(draw: st.DrawFn, size: int) -> list[int]:
 @examples(300)
 @given(st.data(), st.sampled_from([(2, 3, 8), (1, 4, 6), (3, 1, 4), (2, 2, 4), (1, 1, 8)]))
 def test_same_sources_are_the_same_numbers(data: st.DataObject, shape: tuple[int, int, int]) -> None:
-    """If View finds the same sources for a random chain and the usual split, numpy gives the same values."""
-    x = ir.val("x", ir.DataType.FLOAT, list(shape))
-    value, array, nodes = x, np.arange(prod(shape)).reshape(shape), []
-    initializers = []
+    """If TensorView finds the same sources for a random chain and the usual split, numpy gives the same values."""
+    array, steps = np.arange(prod(shape)).reshape(shape), list[tuple[str, list[int]]]()
+    split = [*shape[:2], 2, shape[2] // 2]
     for step in range(data.draw(st.integers(1, 4))):
         if data.draw(st.booleans()):
-            target = factorizations(data.draw, array.size) if step else [*shape[:2], 2, shape[2] // 2]
+            target = factorizations(data.draw, array.size) if step else split
             array = array.reshape(target)
             written = list(target)
             if data.draw(st.booleans()):
                 written[data.draw(st.integers(0, len(target) - 1))] = -1
-            constant = ir.val(f"shape{step}", const_value=ir.tensor(np.array(written, np.int64)))
-            initializers.append(constant)
-            nodes.append(ir.node("Reshape", [value, constant]))
+            steps.append(("Reshape", written))
         else:
             perm = data.draw(st.permutations(range(array.ndim)))
             array = array.transpose(perm)
-            nodes.append(ir.node("Transpose", [value], {"perm": list(perm)}))
-        value = nodes[-1].outputs[0]
-    graph = ir.Graph([x], [value], nodes=nodes, initializers=initializers, opset_imports={"": 17})
-    dims = Dimensions(graph)
-    assert dims.shape(value) == array.shape
-    view = View(shape)
-    assume(all(view.apply(node, dims) for node in nodes))
-    assert tuple(view.dim(axis) for axis in range(len(view.axes))) == array.shape
+            steps.append(("Transpose", list(perm)))
+    found = tensor_view(list(shape), steps)
+    assume(found is not None)
+    assert found is not None and tuple(found[0]) == array.shape
     for perm in ((0, 2, 1, 3), (0, 2, 3, 1), (0, 1, 2, 3)):
-        split = View(shape).split_heads(2, shape[2] // 2)
-        assert split is not None
-        expected = np.arange(prod(shape)).reshape(*shape[:2], 2, shape[2] // 2).transpose(perm)
+        usual = tensor_view(list(shape), [("Reshape", split), ("Transpose", list(perm))])
+        assert usual is not None
+        expected = np.arange(prod(shape)).reshape(split).transpose(perm)
         if array.shape == expected.shape:
-            same = split.permuted(*perm).sources() == view.sources()
-            assert same == np.array_equal(array, expected)
+            assert (usual[1] == found[1]) == np.array_equal(array, expected)

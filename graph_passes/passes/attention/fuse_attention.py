@@ -11,8 +11,7 @@ import onnx_ir as ir
 from ortolan.errors import RecipeError
 from ortolan.progress import Stage
 
-from ...find.attention import Attention, NotAttention, find_attentions
-from ...find.attention_operands import LAYOUTS
+from ...find.attention import LAYOUTS, Attention, NotAttention, find_attentions
 from ...find.cached_attention import CachedAttention, find_cached_attentions
 from ...measure.feeds import has_past
 from ...names import ORTOLAN_DOMAIN

@@ -22,9 +22,9 @@ from ortolan.errors import ModelError, NothingToReplaceError, RecipeError
 from ortolan.progress import Stage
 
 from ...find.attention import NotAttention
-from ...find.attention_operands import is_op
 from ...find.cached_attention import CachedAttention, find_cached_attentions
-from ...find.dimensions import Dimensions, int_attribute
+from ...find.dimensions import Dimensions
+from ...find.node_checks import integer_attribute, is_op
 from ...names import ORTOLAN_DOMAIN, PROMPT_KEY
 from ...operators.nodes import (
     UNPACK_ONCE_LIMIT,
@@ -484,7 +484,7 @@ def _lengthen(past: ir.Value, tokens: int) -> None:
         graph = shape.graph
         assert isinstance(graph, ir.Graph)
         end = shape.attributes["end"].as_int() if "end" in shape.attributes else None
-        more = np.array([0, 0, tokens, 0], np.int64)[int_attribute(shape, "start", 0) : end]
+        more = np.array([0, 0, tokens, 0], np.int64)[integer_attribute(shape, "start", 0) : end]
         if not more.any():
             continue
         constant = ir.node("Constant", [], {"value": ir.tensor(more)})
