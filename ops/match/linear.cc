@@ -416,7 +416,7 @@ class Rule {
     Expect(node_.Has(0) && node_.Has(scale), kMissing);
     Expect(!node_.IsConstant(0), kBothConstant);
     CheckRange(node_, scale, zero, "input");
-    found_.x_codes = node_.Input(0);
+    found_.x_codes = node_.StoredInput(0);
     found_.x_scale = node_.Input(scale);
     found_.x_zero_point = node_.Input(zero);
   }
@@ -439,7 +439,9 @@ class Rule {
     const float value = graph_.ConstantOf(node.Input(scale))->Floats()[0];
     using Limits = std::numeric_limits<float>;
     if (!(value >= Limits::min() && value <= Limits::max() / 256)) return false;
-    if (!node.Has(zero)) return IsByte(node.InputType(0));
+    // A view may replace the codes by floats.
+    const Value codes = node.StoredInput(0);
+    if (!node.Has(zero)) return codes != nullptr && IsByte(codes->type);
     const std::optional<Constant> point = graph_.HeaderOf(node.Input(zero));
     return point && point->Count() == 1 && IsByte(point->type);
   }
