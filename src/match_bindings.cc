@@ -165,7 +165,6 @@ class PyDimensions {
 
   py::object Shape(py::handle value) const { return Optional(dims_.ShapeOf(graph_->ValueOf(value))); }
   py::object Elements(py::handle value) const { return Optional(dims_.ElementsOf(graph_->ValueOf(value))); }
-  std::optional<double> Number(py::handle value) const { return dims_.NumberOf(graph_->ValueOf(value)); }
   int32_t Type(py::handle value) const { return static_cast<int32_t>(dims_.TypeOf(graph_->ValueOf(value))); }
   std::optional<int64_t> HeadSize(py::handle value) const { return match::HeadSize(dims_, graph_->ValueOf(value)); }
   py::list Attentions(bool cached) const {
@@ -275,7 +274,6 @@ void BindMatch(py::module_& module) {
       .def(py::init<std::shared_ptr<PyGraph>>(), py::arg("graph"))
       .def("shape", &PyDimensions::Shape, py::arg("value"))
       .def("elements", &PyDimensions::Elements, py::arg("value"))
-      .def("number", &PyDimensions::Number, py::arg("value"))
       .def("dtype", &PyDimensions::Type, py::arg("value"))
       .def("head_size", &PyDimensions::HeadSize, py::arg("past"))
       .def("attentions", &PyDimensions::Attentions, py::arg("cached"));

@@ -13,6 +13,7 @@ from ortolan.progress import Progress, Stage
 
 from ..find.attention import Attention, find_attentions
 from ..find.cached_attention import CachedAttention, find_cached_attentions
+from ..find.dimensions import Dimensions
 from ..find.linear import Linear
 from ..measure.evidence import Evidence
 from ..measure.feeds import Feeds
@@ -53,7 +54,8 @@ class LayerStudy:
         with new_context(self._evidence, "model.onnx", portable=False) as context:
             transform(plan(Recipe.from_dict(_NORMALIZE), context), context)
             model = context.source.model
-            attentions = [*find_attentions(model.graph), *find_cached_attentions(model.graph)]
+            dims = Dimensions(model.graph)
+            attentions = [*find_attentions(dims), *find_cached_attentions(dims)]
             self.has_attention = any(isinstance(one, Attention | CachedAttention) for one in attentions)
             able = self._able(model, context.survey(model))
             rows = self._count_rows(model, able, shapes)

@@ -79,17 +79,16 @@ class NotAttention:
         return [self.node.name or f"{self.node.op_type} that makes {self.node.outputs[0].name!r}"]
 
 
-def find_attentions(graph: ir.Graph, dims: Dimensions | None = None) -> list[Attention | NotAttention]:
+def find_attentions(graph: ir.Graph | Dimensions) -> list[Attention | NotAttention]:
     """Return attention and similar subgraphs of one graph, in graph order; If and Loop bodies are not searched."""
-    return found_in(graph, dims, False, Attention)
+    return found_in(graph, False, Attention)
 
 
-def found_in(
-    graph: ir.Graph, dims: Dimensions | None, cached: bool, kind: Callable[..., Found]
-) -> list[Found | NotAttention]:
+def found_in(graph: ir.Graph | Dimensions, cached: bool, kind: Callable[..., Found]) -> list[Found | NotAttention]:
     """Return the matches with or without a cache."""
     found = list[Found | NotAttention]()
-    for one in (dims or Dimensions(graph)).native.attentions(cached):
+    dims = graph if isinstance(graph, Dimensions) else Dimensions(graph)
+    for one in dims.native.attentions(cached):
         if isinstance(one, dict):
             one["masks"] = tuple(Mask(*mask) for mask in one["masks"])
             found.append(kind(**one))

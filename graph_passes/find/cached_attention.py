@@ -50,6 +50,6 @@ class CachedAttention:
         return [node.name for node in (self.node, *self.products) if node.name]
 
 
-def find_cached_attentions(graph: ir.Graph, dims: Dimensions | None = None) -> list[CachedAttention | NotAttention]:
+def find_cached_attentions(graph: ir.Graph | Dimensions) -> list[CachedAttention | NotAttention]:
     """Return cached attention and similar subgraphs of one graph, in graph order, without If and Loop bodies."""
-    return found_in(graph, dims, True, CachedAttention)
+    return found_in(graph, True, CachedAttention)

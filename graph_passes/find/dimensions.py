@@ -34,10 +34,6 @@ class Dimensions:
         """Return the elements of a short vector or scalar, some of them None; None if their count is unknown."""
         return self.native.elements(value)
 
-    def number(self, value: ir.Value | None) -> float | None:
-        """Return the constant value of a scalar or one-element vector, or None."""
-        return self.native.number(value)
-
     def dtype(self, value: ir.Value | None) -> ir.DataType | None:
         """Return a value's element type, if known."""
         number = self.native.dtype(value)

@@ -35,6 +35,26 @@ bool AreAlike(const match::Attention& a, const match::Attention& b) {
          std::equal(a.masks.begin(), a.masks.end(), b.masks.begin(), b.masks.end(), is_alike);
 }
 
+// A rule names a mask before it is expanded to the shape of the scores. Return the value that the attention's nodes
+// read.
+Value MaskInput(const Graph& graph, const match::Attention& attention, Value mask) {
+  constexpr size_t kMostSteps = 16;
+  std::vector<Value> waiting = {mask};
+  for (size_t i = 0; i < waiting.size() && i < kMostSteps; ++i) {
+    const std::span<const Graph::Use> uses = graph.Uses(waiting[i]);
+    const auto is_inside = [&](const Graph::Use& use) {
+      return std::find(attention.nodes.begin(), attention.nodes.end(), use.node) != attention.nodes.end();
+    };
+    if (std::any_of(uses.begin(), uses.end(), is_inside)) return waiting[i];
+    for (const Graph::Use& use : uses) {
+      const bool is_moved = use.index == 0 && (use.node->IsStandard("Expand") || use.node->IsStandard("Identity") ||
+                                               use.node->IsStandard("Cast"));
+      if (is_moved && use.node->Output(0) != nullptr) waiting.push_back(use.node->Output(0));
+    }
+  }
+  return mask;
+}
+
 // Return the types of nodes and the names of their inputs and outputs in the original model.
 std::string TextOf(const std::vector<const Node*>& nodes) {
   std::string text;
@@ -71,6 +91,7 @@ std::string Attention::Described() const {
 Attention ReadAttention(const Graph& graph, const match::Attention& found) {
   Expect(found.weight == nullptr, "it contains the query, key and value layers, whose weights stay float");
   Attention attention{found, {}};
+  for (match::Mask& mask : attention.masks) mask.value = MaskInput(graph, found, mask.value);
   if (attention.scale == 0) attention.scale = 1 / std::sqrt(static_cast<double>(attention.head_dim));
   Expect(std::isfinite(static_cast<float>(attention.scale)), "its scale is not finite");
   if (found.bias != nullptr) {

@@ -70,10 +70,14 @@ AttentionCompute::AttentionCompute(const Graph& graph, const Step& step, const N
   spec_.node = found.node->Described();
   if (has_layers) {
     spec_.inputs[0] = input(step.X());
-    if (CanJoinAll(step.layers)) {
-      parts_.emplace_back(step.layers);
+    std::vector<Layer> layers = step.layers;
+    for (size_t role = 0; role < layers.size(); ++role) {
+      if (!found.biases[role].empty()) layers[role].bias = found.biases[role];
+    }
+    if (CanJoinAll(layers)) {
+      parts_.emplace_back(layers);
     } else {
-      for (const Layer& layer : step.layers) parts_.emplace_back(std::span(&layer, 1));
+      for (const Layer& layer : layers) parts_.emplace_back(std::span(&layer, 1));
     }
   } else {
     std::transform(found.inputs.begin(), found.inputs.end(), spec_.inputs.begin(), input);

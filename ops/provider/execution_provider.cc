@@ -166,7 +166,10 @@ std::unique_ptr<GroupCompute> ExecutionProvider::CompileGraph(const OrtGraph& or
       FindGroups(graph, options_.rules, clipped_ranges_, true, [&](Claims&) { return attentions_.In(graph); });
   if (claims.groups.size() != 1 || claims.groups.front().nodes.size() != graph.nodes().size()) {
     const std::string reason = claims.left.empty() ? "" : ": " + claims.left.front().second;
-    throw OpError(ErrorText("a group of ", graph.nodes().size(), " nodes differs from the claimed group", reason));
+    const size_t count = claims.groups.empty() ? 0 : claims.groups.front().nodes.size();
+    throw OpError(ErrorText("a group of ", graph.nodes().size(), " nodes, the first of them ",
+                            graph.nodes().front().Described(), ", differs from the claimed group: ",
+                            claims.groups.size(), " groups found, the first with ", count, " nodes", reason));
   }
   return std::make_unique<GroupCompute>(host_, graph, claims.groups.front(), fused_model.node());
 }

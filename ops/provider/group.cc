@@ -21,9 +21,9 @@ void AddNodes(const Layer& layer, std::vector<const Node*>& nodes) {
 
 class Finder {
  public:
-  Finder(const Graph& graph, const QdqPairs& roundings, const LayerRules& rules,
+  Finder(const Graph& graph, const QdqPairs& roundings, const LayerRules& rules, bool is_group,
          std::vector<match::Attention> attentions)
-      : graph_(graph), qdq_pairs_(roundings), rules_(rules), attentions_(std::move(attentions)) {}
+      : graph_(graph), qdq_pairs_(roundings), rules_(rules), is_group_(is_group), attentions_(std::move(attentions)) {}
 
   Claims Find() {
     ReadLayers();
@@ -84,7 +84,7 @@ class Finder {
     for (const match::Attention& found : attentions_) {
       try {
         // Passes fuse attention only in models with layers that they replace.
-        const bool is_wanted = found.cache || !layers_.empty() || rules_.precision != Precision::kFloat32;
+        const bool is_wanted = is_group_ || found.cache || !layers_.empty() || rules_.precision != Precision::kFloat32;
         if (is_wanted) steps_.push_back(AttentionStep(found, is_used));
       } catch (const UnfitError& reason) {
         Leave(*found.node, reason.what());
@@ -321,6 +321,7 @@ class Finder {
   const Graph& graph_;
   const QdqPairs& qdq_pairs_;
   const LayerRules rules_;
+  const bool is_group_;
   const std::vector<match::Attention> attentions_;
   std::vector<Layer> layers_;
   std::vector<Step> steps_;
@@ -385,10 +386,10 @@ Claims FindGroups(Graph& graph, const LayerRules& rules, ClippedRanges& clipped_
     graph.See(roundings.Seen());
     Claims claims;
     std::vector<match::Attention> attentions = find_attentions(claims);
-    Claims found = Finder(graph, roundings, rules, std::move(attentions)).Find();
+    Claims found = Finder(graph, roundings, rules, is_group, std::move(attentions)).Find();
     if (!roundings.Place(graph, found)) continue;
     // Models without claimed layers keep their attention, so its reasons are of no use.
-    if (!found.groups.empty()) found.left.insert(found.left.end(), claims.left.begin(), claims.left.end());
+    if (is_group || !found.groups.empty()) found.left.insert(found.left.end(), claims.left.begin(), claims.left.end());
     if (is_group || HasIntegers(found)) {
       graph.See({});
       TakeSumNorms(graph, found);

@@ -17,6 +17,7 @@ from ortolan.graph_passes.files.model_file import ModelFile, external_tensors, l
 from ortolan.graph_passes.find.attention import NotAttention, find_attentions
 from ortolan.graph_passes.find.cached_attention import find_cached_attentions
 from ortolan.graph_passes.find.constants import DEFAULT_DOMAINS, constant_tensor
+from ortolan.graph_passes.find.dimensions import Dimensions
 from ortolan.graph_passes.find.epilogue import Activation, describe_epilogue
 from ortolan.graph_passes.find.fused_forms import unfuse
 from ortolan.graph_passes.find.linear import Linear, find_linears, node_name, op_name
@@ -266,7 +267,8 @@ def _mark_attention(model: ir.Model, result: Inspection) -> None:
     """Mark the MatMuls of attention as replaceable: NoMADAttention replaces them, and the report counts them."""
     if result.optimized is not None:
         return
-    found = [match for graph in model.graphs() for match in (*find_attentions(graph), *find_cached_attentions(graph))]
+    graphs = [Dimensions(graph) for graph in model.graphs()]
+    found = [match for graph in graphs for match in (*find_attentions(graph), *find_cached_attentions(graph))]
     products = {node_name(node) for match in found if not isinstance(match, NotAttention) for node in match.products}
     for info in result.linears:
         if info.k is None and info.name in products:

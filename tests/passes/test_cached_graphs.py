@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 import ortolan
 from ortolan import Recipe
 from ortolan.errors import NothingToReplaceError
+from ortolan.graph_passes.find.cached_attention import CachedAttention, find_cached_attentions
 
 from . import cached_graphs
 from .cached_graphs import FORMS, CachedGraph
@@ -41,6 +43,15 @@ def test_one_operator_that_answers_the_same(form: Callable[[CachedGraph], str], 
             np.testing.assert_allclose(found[0] * seen, expected[0] * seen, atol=1e-5)
             for one, other in zip(found[1:], expected[1:], strict=True):
                 np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form is not cached_graphs.constant_masks])
+def test_masks_that_are_cut_to_their_own_length(form: Callable[[CachedGraph], str]) -> None:
+    """The provider cannot rewrite the nodes that cut a mask to the length of the attention's own keys."""
+    (found,) = find_cached_attentions(ir.from_proto(cached_graphs.model(form)).graph)
+    assert isinstance(found, CachedAttention)
+    makers = {mask.value.producer() for mask in found.masks}
+    assert not makers & found.nodes and "Slice" not in {node.op_type for node in makers if node is not None}
 
 
 @pytest.mark.parametrize("form", [cached_graphs.joined_layer, cached_graphs.constant_masks], ids=lambda f: f.__name__)

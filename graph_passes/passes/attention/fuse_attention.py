@@ -13,6 +13,7 @@ from ortolan.progress import Stage
 
 from ...find.attention import LAYOUTS, Attention, NotAttention, find_attentions
 from ...find.cached_attention import CachedAttention, find_cached_attentions
+from ...find.dimensions import Dimensions
 from ...measure.feeds import has_past
 from ...names import ORTOLAN_DOMAIN
 from ...operators.nodes import fill_missing, new_initializer, nodes_of, put_function
@@ -49,10 +50,11 @@ class FuseAttentionPass(AttentionRewrite[Attention]):
 
     def find(self, model: ir.Model) -> Sequence[Attention | NotAttention]:
         """Return the attention without a cache. Passes compress_cache and fuse_cached_attention replace the rest."""
-        found = [match for graph in model.graphs() for match in find_attentions(graph)]
+        graphs = [Dimensions(graph) for graph in model.graphs()]
+        found = [match for graph in graphs for match in find_attentions(graph)]
         if not has_past(model):
             return found
-        matches = [match for graph in model.graphs() for match in find_cached_attentions(graph)]
+        matches = [match for graph in graphs for match in find_cached_attentions(graph)]
         cached = {match.node: None for match in matches if isinstance(match, CachedAttention)}  # in order
         found = [match for match in found if match.node not in cached]
         if self.context.plan.fuses_cached:  # the cache passes report the attention that they do not replace

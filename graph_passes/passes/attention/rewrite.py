@@ -160,8 +160,6 @@ class AttentionRewrite(RecipePass, Generic[Match]):
                 reason = "excluded"
             else:
                 reason = match.reason if isinstance(match, NotAttention) else self.why_not(match)
-            if reason is None and not isinstance(match, NotAttention) and not _is_in_one_graph(match):
-                reason = "some of its nodes are in a branch or loop, others outside"
             if reason is not None:
                 refused.setdefault(reason, []).append(match.names[0])
             elif not isinstance(match, NotAttention):
@@ -198,10 +196,6 @@ class AttentionRewrite(RecipePass, Generic[Match]):
             remove_dead(value)
         self.placed(model, match, node)
         return node
-
-
-def _is_in_one_graph(match: Attention | CachedAttention) -> bool:
-    return len({node.graph for node in (match.node, *match.nodes, _last(match))}) == 1
 
 
 def _last(match: Attention | CachedAttention) -> ir.Node:
