@@ -92,6 +92,8 @@ class Rule {
       ReadProduct();
     } else if (node_.Is(kMicrosoft, "MatMulNBits")) {
       ReadBlocks();
+    } else if (node_.Is(kMicrosoft, "QGemm")) {
+      ReadQGemm();
     } else if (!HoldsMatrix()) {
       return std::nullopt;
     } else if (node_.Is(kMicrosoft, "DynamicQuantizeMatMul")) {
@@ -107,8 +109,6 @@ class Rule {
       Quantized(3, 4, 5);
       SetFixedX(1, 2);
       SetFixedY(6, 7);
-    } else if (node_.Is(kMicrosoft, "QGemm")) {
-      ReadQGemm();
     } else {
       const auto* const other = std::find_if(std::begin(kOthers), std::end(kOthers),
                                              [&](const auto& one) { return one.first == node_.type(); });
@@ -334,10 +334,10 @@ class Rule {
       return;
     }
     Expect(block_size == 0, kScalesOfBlocks, block_size);
+    const std::optional<Constant> scales = graph_.HeaderOf(node.Input(1));
+    Expect(!along_inputs || !scales || scales->Count() == 1, kScalesOfInputs);
     Read8Bits(node, 0, 1, 2, transposed);
-    const Constant scales = *graph_.HeaderOf(node.Input(1));
-    Expect(scales.Count() == 1 || !along_inputs, kScalesOfInputs);
-    CheckOutputType(node, scales.type);
+    CheckOutputType(node, node.InputType(1));
   }
 
   static void CheckOutputType(const Node& node, ElementType scales) {
