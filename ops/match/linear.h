@@ -22,6 +22,8 @@ namespace ortolan::match {
 inline constexpr int64_t kMostLayerInputs = 1 << 17;  // with more, int32 accumulators could overflow
 
 enum class WeightForm { kFloat, kBlocks, kInt4, kInt8 };
+// Names for Python, in the order of WeightForm.
+inline constexpr const char* kWeightForms[] = {"float", "blocks", "int4", "int8"};
 
 // W = scales (codes - zero points), or the floats themselves.
 struct LayerWeight {
