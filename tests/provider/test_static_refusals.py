@@ -193,7 +193,9 @@ REFUSED: dict[str, tuple[Models, str, str]] = {
     "alpha of QGemm": (with_attributes("qgemm", alpha=0.5), "linear", "alpha is 0.5, expected 1"),
     "numbers that are an output": (an_output("qlinear", "yq"), "linear", NUMBERS),
     "numbers of QGemm that are an output": (an_output("qgemm", "yq"), "linear", NUMBERS),
-    "a computed weight": (computed_weight, "linear", "its weight 'V' are not constant; export the model with constant weight"),
+    "a computed weight": (
+        computed_weight, "linear", "its weight 'V' are not constant; export the model with constant weight"
+    ),
     "scales of 0": (
         with_tensors("qlinear", scales=np.zeros(N, np.float32)), "linear",
         "its weight has a scale of 0, expected positive scales; quantize the model again",
