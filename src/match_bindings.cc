@@ -5,49 +5,18 @@
 #include "arrays.h"
 #include "match/attention.h"
 #include "match/dimensions.h"
-#include "match/graph.h"
-#include "match/linear.h"
+#include "match_graph.h"
 
 namespace ortolan {
 namespace {
 
 using match::ElementType;
-using match::Value;
 using match::ValueInfo;
 
 constexpr int64_t kMostKept = 128;  // constants of at most this number of elements are read from Python only once
 
 // Flags of a value.
 enum : int64_t { kInput = 1, kOutput = 2, kConstant = 4, kDefault = 8 };
-
-// A graph with its subgraphs, and the Python objects of its values and nodes.
-struct PyGraph {
-  std::vector<std::shared_ptr<match::Graph>> graphs;  // the main graph first
-  std::vector<Value> values;                          // of all graphs, in the order in which Python lists them
-  std::unordered_map<PyObject*, Value> by_object;
-  std::unordered_map<Value, py::object> objects;
-  std::unordered_map<PyObject*, const match::Node*> nodes_by_object;
-  std::unordered_map<const match::Node*, py::object> nodes;
-  std::unordered_map<Value, match::Constant> kept;
-  py::object read;
-
-  const match::Graph& main() const { return *graphs.front(); }
-  std::vector<Value> All(py::handle indices) const {
-    std::vector<Value> found;
-    for (py::handle one : indices) {
-      const int64_t index = one.cast<int64_t>();
-      Require(index >= -1 && index < static_cast<int64_t>(values.size()), "value ", index, " of ", values.size());
-      found.push_back(index == -1 ? nullptr : values[index]);
-    }
-    return found;
-  }
-  // Return null for None, and for values that were not in the graph when it was handed over.
-  Value ValueOf(py::handle object) const {
-    const auto found = by_object.find(object.ptr());
-    return found == by_object.end() ? nullptr : found->second;
-  }
-  py::object ObjectOf(Value value) const { return value == nullptr ? py::none() : objects.at(value); }
-};
 
 // Return a tensor (element type, shape, array or bytes); it keeps the Python object alive.
 match::Constant ConstantFrom(py::handle given, const std::string& name) {
@@ -260,100 +229,11 @@ class PyDimensions {
   match::Dimensions dims_;
 };
 
-// A linear layer. Its properties are Python's nodes and values, as they were when the graph was handed over.
-struct PyLinear {
-  std::shared_ptr<PyGraph> graph;
-  const match::Graph* part;  // with the layer's node
-  match::Linear found;
-
-  template <typename Element>
-  static py::array_t<Element> Array(const std::vector<Element>& values) {
-    return py::array_t<Element>(static_cast<py::ssize_t>(values.size()), values.data());
-  }
-};
-
-py::list Linears(const std::shared_ptr<PyGraph>& graph) {
-  py::list all;
-  for (const auto& part : graph->graphs) {
-    for (match::FoundLinear& one : FindLinears(*part)) {
-      if (const auto* refused = std::get_if<match::NotLinear>(&one)) {
-        all.append(py::make_tuple(graph->nodes.at(refused->node), refused->reason.Text(), refused->of_weight));
-      } else {
-        all.append(py::cast(PyLinear{graph, part.get(), std::get<match::Linear>(std::move(one))}));
-      }
-    }
-  }
-  return all;
-}
-
-void BindLinear(py::module_& module) {
-  using match::Linear;
-  using match::LayerWeight;
-  py::class_<PyLinear> type(module, "Linear", "A linear layer and its weight as stored: ops/match/linear.h.");
-  const auto add = [&](const char* name, auto get) { type.def_property_readonly(name, get); };
-  const auto value = [&](const char* name, auto member) {
-    add(name, [member](const PyLinear& l) { return l.graph->ObjectOf(l.found.*member); });
-  };
-  const auto weight_value = [&](const char* name, auto member) {
-    add(name, [member](const PyLinear& l) { return l.graph->ObjectOf(l.found.weight.*member); });
-  };
-  const auto plain = [&](const char* name, auto member) {
-    add(name, [member](const PyLinear& l) { return l.found.*member; });
-  };
-  const auto weight_plain = [&](const char* name, auto member) {
-    add(name, [member](const PyLinear& l) { return l.found.weight.*member; });
-  };
-  const auto node = [&](const char* name, auto member) {
-    add(name, [member](const PyLinear& l) {
-      return l.found.*member == nullptr ? py::none() : l.graph->nodes.at(l.found.*member);
-    });
-  };
-  node("node", &Linear::node);
-  node("add", &Linear::add);
-  node("quantize", &Linear::quantize);
-  add("nodes", [](const PyLinear& l) {
-    py::list nodes;
-    for (const match::Node* const one : l.found.nodes) nodes.append(l.graph->nodes.at(one));
-    return nodes;
-  });
-  value("x", &Linear::x);
-  value("bias", &Linear::bias);
-  value("x_scale", &Linear::x_scale);
-  value("x_zero_point", &Linear::x_zero_point);
-  value("y_scale", &Linear::y_scale);
-  value("y_zero_point", &Linear::y_zero_point);
-  plain("k", &Linear::k);
-  plain("n", &Linear::n);
-  plain("transposed", &Linear::transposed);
-  plain("bias_in_steps", &Linear::bias_in_steps);
-  add("dtype", [](const PyLinear& l) { return static_cast<int32_t>(l.found.type); });
-  add("form", [](const PyLinear& l) { return match::kWeightForms[static_cast<size_t>(l.found.weight.form)]; });
-  weight_value("weight", &LayerWeight::value);
-  weight_value("codes", &LayerWeight::codes);
-  weight_value("zero_points", &LayerWeight::zero_points);
-  add("scales", [](const PyLinear& l) { return l.graph->ObjectOf(l.found.weight.scales.at(0)); });
-  weight_plain("codes_transposed", &LayerWeight::transposed);
-  weight_plain("bits", &LayerWeight::bits);
-  weight_plain("block_size", &LayerWeight::block_size);
-  add("why_not_kept", [](const PyLinear& l) {
-    const auto& reason = l.found.weight.why_not_kept;
-    return reason ? std::optional(reason->Text()) : std::nullopt;
-  });
-  type.def(
-      "scales_of_columns",
-      [](const PyLinear& l, bool divided) { return PyLinear::Array(ScalesOf(*l.part, l.found, divided)); },
-      py::arg("divided") = true);
-  type.def("zero_points_of_columns",
-           [](const PyLinear& l) { return PyLinear::Array(ZeroPointsOf(*l.part, l.found)); });
-}
-
 }  // namespace
 
 void BindMatch(py::module_& module) {
   py::class_<PyGraph, std::shared_ptr<PyGraph>>(module, "Graph", "A model graph for pattern rules (ops/match/graph.h).")
-      .def(py::init(&MakeGraph), py::arg("values"), py::arg("graphs"), py::arg("opset"), py::arg("read"))
-      .def("linears", &Linears);
-  BindLinear(module);
+      .def(py::init(&MakeGraph), py::arg("values"), py::arg("graphs"), py::arg("opset"), py::arg("read"));
   py::class_<PySum>(module, "Sum", "A sum of symbolic dimensions with factors, and a number.")
       .def_readonly("terms", &PySum::terms)
       .def_readonly("number", &PySum::number)

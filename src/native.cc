@@ -10,6 +10,8 @@ void BindPackedWeights(py::module_& module);
 void BindCaches(py::module_& module);
 void BindRules(py::module_& module);
 void BindMatch(py::module_& module);
+void BindMatchEpilogue(py::module_& module);
+void BindMatchLinear(py::module_& module);
 
 namespace {
 
@@ -41,4 +43,6 @@ PYBIND11_MODULE(_native, module) {
   ortolan::BindCaches(module);
   ortolan::BindRules(module);
   ortolan::BindMatch(module);
+  ortolan::BindMatchEpilogue(module);
+  ortolan::BindMatchLinear(module);
 }

@@ -3,7 +3,6 @@
 #include <pybind11/stl.h>
 
 #include "arrays.h"
-#include "epilogue/formula.h"
 #include "formats/bitmap_int4.h"
 #include "formats/bitmap_int8.h"
 #include "matmul/block_int8_weight.h"
@@ -12,25 +11,6 @@
 
 namespace ortolan {
 namespace {
-
-using PyNode = std::tuple<std::string, std::vector<int64_t>, int64_t>;
-using PyValue = std::pair<std::optional<double>, bool>;
-
-py::tuple FindActivation(const std::vector<PyNode>& py_nodes, const std::vector<PyValue>& py_values) {
-  const int64_t count = static_cast<int64_t>(py_values.size());
-  Require(count > 0, "values is empty, expected x as its first element");
-  std::vector<FormulaNode> nodes;
-  for (const auto& [type, inputs, output] : py_nodes) {
-    for (const int64_t input : inputs)
-      Require(input >= -1 && input < count, "node input is ", input, ", expected -1 to ", count - 1);
-    Require(output >= 0 && output < count, "node output is ", output, ", expected 0 to ", count - 1);
-    nodes.push_back({type, inputs, output});
-  }
-  std::vector<FormulaValue> values;
-  for (const auto& [number, is_seen] : py_values) values.push_back({number, is_seen});
-  const FoundFormula found = FindFormula(0, nodes, values);
-  return py::make_tuple(static_cast<int64_t>(found.activation), found.nodes);
-}
 
 template <typename Code>
 std::pair<int, int> Int8Range(const Array<Code>& codes, const Array<int16_t>& zero_points, bool transposed) {
@@ -56,12 +36,7 @@ const BitmapLayout& LayoutOf(int64_t bits) {
 }  // namespace
 
 void BindRules(py::module_& module) {
-  module.attr("MOST_FORMULA_NODES") = kMostFormulaNodes;
   module.attr("LEAST_ZERO_BLOCKS") = kLeastZeroBlocks;
-  module.def(
-      "find_activation", &FindActivation, py::arg("nodes"), py::arg("values"),
-      "Return the activation that the nodes compute, and its nodes: ops/epilogue/formula.h. nodes: (type, inputs, "
-      "output); values: (constant or None, whether it has other consumers), the first one is x.");
   module.def(
       "int8_range", &Int8Range<int8_t>, py::arg("codes").noconvert(), py::arg("zero_points"), py::arg("transposed"),
       "Return the minimum and maximum of codes - zero_points. codes: int8 or uint8 [k, n], or [n, k] if transposed.");

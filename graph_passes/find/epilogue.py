@@ -1,15 +1,11 @@
-"""Finds the operations after a linear layer that its operator can compute: Y = activation(X W + b) factor + residual.
+"""The operations after a linear layer that its operator can compute: Y = activation(X W + b) factor + residual.
 
-layer_norm.py finds a following LayerNormalization.
-
-Exporters write an activation as many different subgraphs. ops/epilogue/formula.h recognizes them, here and in the
-execution provider. onnxscript's rewriter would need one pattern for each grouping of the factors, and for each
-commuted order: 8 for GELU by erf and 64 for GELU by tanh.
+A LayerNormalization of Y may follow. The rules are ops/match/epilogue.h and norm.h, which the provider shares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -18,7 +14,9 @@ import onnx_ir as ir
 
 from ortolan import _native
 
-from .constants import DEFAULT_DOMAINS, constant_tensor, float_array
+from .constants import constant_tensor, float_array
+from .graph import native_graph
+from .linear import Linear
 
 
 class Activation(IntEnum):
@@ -38,7 +36,7 @@ class LayerNorm:
     weight: ir.Value  # float32 [n]
     bias: ir.Value | None  # float32 [n]; None: zeros
     epsilon: float
-    nodes: tuple[ir.Node, ...]  # in graph order; the last one computes the result
+    nodes: Sequence[ir.Node]  # in graph order; the last one computes the result
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return weight and bias under the names of the operators' inputs."""
@@ -85,153 +83,45 @@ def describe_epilogue(
     return [part for part, there in parts.items() if there]
 
 
-def find_epilogue(output: ir.Value, factors: Collection[ir.Value] = ()) -> Epilogue:
-    """Return the longest epilogue of the linear layer whose output is `output`, without changing the graph.
+class Epilogues:
+    """Finds epilogues of float32 layers. Graphs may only be changed by replacing layers with their epilogues."""
 
-    An epilogue is an activation, a multiplication by one of `factors`, and an addition; each part is optional. Only
-    float32 nodes of the layer's own graph are included, and no intermediate value may have another consumer or be a
-    graph output. An Add(y1, y2) of two layers becomes the epilogue of the layer that is replaced first, because it is
-    then no longer in the graph.
+    def __init__(self) -> None:
+        # As they were before layers were replaced.
+        self._graphs: dict[ir.Graph | ir.Function, _native.Graph] = {}
 
-    Args:
-        output: the layer's output.
+    def of(self, linear: Linear, *factors: Linear) -> Epilogue:
+        """Return the longest epilogue of a layer; without operations if the layer is not float32."""
+        if linear.dtype != ir.DataType.FLOAT:
+            return Epilogue(Activation.NONE, None, (), linear.output)
+        return self.find(linear.output, linear.n, [factor.output for factor in factors])
+
+    def find(self, output: ir.Value, columns: int, factors: Sequence[ir.Value] = ()) -> Epilogue:
+        """Return the epilogue of a value [..., columns], such as half of a layer's output, without changing the graph.
+
+        Each part is optional. No intermediate value has another consumer or is a graph output. An Add(y1, y2) of two
+        layers becomes the epilogue of the layer that is replaced first, because it is then no longer in the graph.
         factors: values of the same shape as `output`.
-    """
-    if _element_type(output) != ir.DataType.FLOAT:
-        return Epilogue(Activation.NONE, None, (), output)
-    return epilogue_behind(output, factors)
+        """
+        maker = output.producer()
+        assert maker is not None and maker.graph is not None
+        graph = maker.graph
+        if graph not in self._graphs:
+            self._graphs[graph] = native_graph(graph)
+        activation, factor, residual, norm, nodes = _native.find_epilogue(
+            self._graphs[graph], output, list(factors), columns, lambda node: node.graph is graph
+        )
+        return Epilogue(
+            Activation(activation),
+            None if residual is None else residual[0].inputs[residual[1]],
+            tuple(nodes),
+            nodes[-1].outputs[0] if nodes else output,
+            factor,
+            None if norm is None else LayerNorm(*norm),
+        )
 
 
-def epilogue_behind(output: ir.Value, factors: Collection[ir.Value] = ()) -> Epilogue:
-    """Return the epilogue after any value that is known to be float32, like find_epilogue."""
-    activation, nodes = _find_activation(output)
-    value = nodes[-1].outputs[0] if nodes else output
-    factor = None
-    multiply = only_consumer(value)
-    if multiply is not None and multiply.op_type == "Mul" and multiply.domain in DEFAULT_DOMAINS:
-        other = multiply.inputs[1] if multiply.inputs[0] is value else multiply.inputs[0]
-        if other is not None and other in factors and only_consumer(other) is multiply:
-            factor, nodes, value = other, [*nodes, multiply], multiply.outputs[0]
-    residual = None
-    add = only_consumer(value)
-    if add is not None and add.op_type == "Add" and add.domain in DEFAULT_DOMAINS:
-        # The other operand cannot depend on `value`, because the Add is the only consumer of `value`.
-        residual = add.inputs[1] if add.inputs[0] is value else add.inputs[0]
-        nodes, value = [*nodes, add], add.outputs[0]
-    return Epilogue(activation, residual, tuple(in_graph_order(nodes)), value, factor)
-
-
-def _element_type(output: ir.Value) -> ir.DataType | None:
-    """Return the type of a layer's output from its weight, scales or bias, if the model does not declare it."""
-    node = output.producer()
-    constants = [constant_tensor(value) for value in node.inputs] if node is not None else []
-    types = (constant.dtype for constant in constants if constant is not None)
-    return next((dtype for dtype in types if dtype.is_floating_point()), None)
-
-
-def only_consumer(value: ir.Value) -> ir.Node | None:
-    """Return the consumer of a value if it is the only one, reads it once and is in the same graph, else None."""
-    uses = list(value.uses())
-    if len(uses) != 1 or value.is_graph_output() or uses[0].node.graph is not graph_of(value):
-        return None
-    return uses[0].node
-
-
-def graph_of(value: ir.Value) -> ir.Graph | ir.Function | None:
-    """Return the graph that a value is computed in."""
-    node = value.producer()
-    return node.graph if node is not None else None
-
-
-def in_graph_order(nodes: list[ir.Node]) -> Iterator[ir.Node]:
-    """Yield nodes in the order of their graph."""
-    if len(nodes) < 2:
-        return iter(nodes)
-    graph = nodes[0].graph
-    assert graph is not None
-    return (node for node in graph if node in nodes)
-
-
-def _find_activation(x: ir.Value) -> tuple[Activation, list[ir.Node]]:
-    """Return the activation applied to x, and its nodes in the order of computation."""
-    node = only_consumer(x)
-    activation = _activation_op(node) if node is not None else Activation.NONE
-    if node is not None and activation != Activation.NONE:
-        return activation, [node]
-    return _find_formula(x)
-
-
-def _activation_op(node: ir.Node) -> Activation:
-    """Return the activation that a node with one input computes, or NONE."""
-    if sum(value is not None for value in node.inputs) != 1:
-        return Activation.NONE  # for example, FastGelu with a bias
-    if node.domain in DEFAULT_DOMAINS:
-        if node.op_type == "Gelu":
-            approximate = node.attributes["approximate"].as_string() if "approximate" in node.attributes else "none"
-            return {"none": Activation.GELU, "tanh": Activation.GELU_TANH}.get(approximate, Activation.NONE)
-        if node.op_type == "Swish":
-            return Activation.SILU if _alpha(node, 1.0) == 1.0 else Activation.NONE
-        return Activation.RELU if node.op_type == "Relu" else Activation.NONE
-    if node.domain == "com.microsoft":
-        if node.op_type == "QuickGelu":
-            return Activation.SILU if _alpha(node, 1.702) == 1.0 else Activation.NONE
-        return {"Gelu": Activation.GELU, "FastGelu": Activation.GELU_TANH}.get(node.op_type, Activation.NONE)
-    return Activation.NONE
-
-
-def _alpha(node: ir.Node, default: float) -> float:
-    return node.attributes["alpha"].as_float() if "alpha" in node.attributes else default
-
-
-def _find_formula(x: ir.Value) -> tuple[Activation, list[ir.Node]]:
-    """Return the activation that several nodes after x compute together, and these nodes."""
-    region = _Region(x)
-    code, chosen = _native.find_activation(region.nodes, region.values)
-    return Activation(code), [region.originals[index] for index in chosen]
-
-
-class _Region:
-    """The nodes after x, at most MOST_FORMULA_NODES, in the format that _native.find_activation reads."""
-
-    def __init__(self, x: ir.Value) -> None:
-        self.nodes: list[tuple[str, list[int], int]] = []
-        self.values: list[tuple[float | None, bool]] = []
-        self.originals: list[ir.Node] = []
-        self._graph = graph_of(x)
-        self._numbers: dict[ir.Value, int] = {}
-        waiting = [x]
-        for value in waiting:
-            waiting += self._follow(value)
-
-    def _number(self, value: ir.Value | None) -> int:
-        if value is None:
-            return -1
-        if value not in self._numbers:
-            self._numbers[value] = len(self.values)
-            self.values.append((_number(value), False))
-        return self._numbers[value]
-
-    def _follow(self, value: ir.Value) -> list[ir.Value]:
-        """Add the consumers of a value and return their outputs."""
-        place, made = self._number(value), []
-        is_seen = value.is_graph_output()
-        for node in dict.fromkeys(use.node for use in value.uses()):
-            if node in self.originals:
-                continue
-            fits = node.graph is self._graph and node.domain in DEFAULT_DOMAINS and len(node.outputs) == 1
-            if not fits or len(self.nodes) == _native.MOST_FORMULA_NODES:
-                is_seen = True
-                continue
-            self.originals.append(node)
-            self.nodes.append((node.op_type, [self._number(one) for one in node.inputs], self._number(node.outputs[0])))
-            made.append(node.outputs[0])
-        self.values[place] = (self.values[place][0], is_seen)
-        return made
-
-
-def _number(value: ir.Value) -> float | None:
-    """Return a constant with at most one axis; one with more axes could add axes to the result."""
-    tensor = constant_tensor(value)
-    if tensor is None or list(tensor.shape) not in ([], [1]) or tensor.dtype == ir.DataType.STRING:
-        return None
-    return float(tensor.numpy().item())
+def find_norms(graph: ir.Graph) -> Iterator[tuple[LayerNorm, list[ir.Value], list[ir.Node]]]:
+    """Yield each float32 LayerNorm of a graph, the operands that add up to its input, and the Add nodes, last first."""
+    for norm, operands, sums in _native.find_norms(native_graph(graph)):
+        yield LayerNorm(*norm), operands, sums

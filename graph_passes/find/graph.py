@@ -26,8 +26,8 @@ def native_graph(graph: ir.Graph) -> _native.Graph:
 
 
 def native_linears(model: ir.Model) -> dict[ir.Node, _native.Linear | tuple[Any, str, bool]]:
-    """Return the linear layers and similar nodes of a model, subgraphs included; see _native.Graph.linears."""
-    linears = native_graph(model.graph).linears()
+    """Return the linear layers and similar nodes of a model, subgraphs included; see _native.find_linears."""
+    linears = _native.find_linears(native_graph(model.graph))
     return {one[0] if isinstance(one, tuple) else one.node: one for one in linears}
 
 

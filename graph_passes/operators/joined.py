@@ -18,7 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..files.spill import TensorSpill
-from ..find.epilogue import Epilogue, epilogue_behind, find_epilogue
+from ..find.epilogue import Epilogue, Epilogues
 from ..find.halves import split_in_halves
 from ..find.linear import Linear
 from ..find.quantized_weight import QuantizedWeight
@@ -61,7 +61,7 @@ class Halves:
         return positions
 
 
-def find_gated(linears: Sequence[Linear]) -> dict[Linear, Linear]:
+def find_gated(linears: Sequence[Linear], epilogues: Epilogues) -> dict[Linear, Linear]:
     """Find pairs (gate -> multiplied layer) of layers whose outputs are multiplied.
 
     An activation may follow the gate.
@@ -75,13 +75,13 @@ def find_gated(linears: Sequence[Linear]) -> dict[Linear, Linear]:
         by_output = {linear.output: linear for linear in siblings}
         for gate in siblings:
             others = [value for value in by_output if value is not gate.output]
-            factor = find_epilogue(gate.output, others).factor
+            factor = epilogues.find(gate.output, gate.n, others).factor
             if factor is not None and gate not in pairs.values() and by_output[factor] not in pairs:
                 pairs[gate] = by_output[factor]
     return pairs
 
 
-def find_halves(linear: Linear) -> Halves | None:
+def find_halves(linear: Linear, epilogues: Epilogues) -> Halves | None:
     """Return the halves of a layer if they form a gated linear unit, else None. The graph is not changed."""
     if linear.dtype != ir.DataType.FLOAT:
         return None
@@ -91,7 +91,7 @@ def find_halves(linear: Linear) -> Halves | None:
     middle = linear.n // 2
     columns = slice(0, middle), slice(middle, linear.n)
     for gate, up in ((0, 1), (1, 0)):
-        epilogue = epilogue_behind(found.values[gate], [found.values[up]])
+        epilogue = epilogues.find(found.values[gate], middle, [found.values[up]])
         if epilogue.factor is not None:
             whole = dataclasses.replace(epilogue, nodes=(*found.nodes, *epilogue.nodes))
             return Halves((columns[gate], columns[up]), whole)

@@ -20,7 +20,7 @@ from ortolan.progress import Stage
 from ..find.constants import DEFAULT_DOMAINS, constant_tensor, remove_unused
 from ..find.linear import linears_in
 from ..find.node_checks import MICROSOFT_DOMAIN, node_input
-from ..find.qdq_pairs import QdqPair, qdq_pair_of
+from ..find.qdq_pairs import QdqPair, find_qdq_pairs
 from ..operators.nodes import new_initializer
 from .context import PassContext, RecipePass
 from .normalize import require_normalized
@@ -90,13 +90,12 @@ def _free(model: ir.Model, context: PassContext) -> int:
         writer.keep_finite(node)
         writer.gather_integers(node)
     freed, clipped, reasons = 0, 0, list[str]()
-    for node in list(model.graph.all_nodes()):
-        found = qdq_pair_of(node)
-        if isinstance(found, QdqPair):
-            clipped += writer.remove(found)
+    for pair in [pair for graph in model.graphs() for pair in find_qdq_pairs(graph)]:
+        if pair.reason is None:
+            clipped += writer.remove(pair)
             freed += 1
-        elif found is not None:
-            reasons.append(f"{node.name!r}: {found}")
+        else:
+            reasons.append(f"{pair.node.name!r}: {pair.reason}")
     if freed:
         context.note(
             f"{freed} quantizations of activations to fixed ranges removed: layers quantize their inputs row by row, "

@@ -3,7 +3,7 @@
 // are evaluated as polynomials in x, erf(u), tanh(u) and sigmoid(u), whose coefficients identify the activation in any
 // order of factors and terms.
 //
-// Used by the execution provider and, through ortolan._native, by graph_passes/find/epilogue.py.
+// Used by ops/match/epilogue.cc.
 #pragma once
 
 #include <cstdint>

@@ -82,6 +82,11 @@ struct Attention {
   // [provider] Constant [query width + key width + value width], added to query, key and value.
   Value bias = nullptr;
   std::optional<KvCache> cache;
+  // [provider] Its keys come from a cache that does not fit the rules, and stays outside. Short calls need the
+  // precision of cached attention.
+  bool beside_cache = false;
+  // [provider] Cached attention, or attention beside a cache, in a model without layers that lose precision.
+  bool precise = false;
   Value output = nullptr;  // [batch, rows, width], or [batch, heads, rows, head width]
   Layout output_layout = Layout::kByRows;
   std::vector<const Node*> products;  // the two MatMuls of decomposed attention: scores, context

@@ -77,11 +77,18 @@ std::optional<Decomposed::Products> Decomposed::FindProducts() {
 }
 
 // Follow a value through Identity, Casts to the same type and, if `reshapes`, Reshapes that keep queries and keys.
+// Nodes that only read its shape do not count as consumers.
 Value Decomposed::Beyond(Value value, bool reshapes) {
   for (int step = 0; step < kMostSteps; ++step) {
-    const std::span<const Graph::Use> uses = dims_.graph().Uses(value);
-    if (uses.size() != 1 || uses[0].index < 0) break;
-    const Node& node = *uses[0].node;
+    const Node* only = nullptr;
+    size_t count = 0;
+    for (const Graph::Use& use : dims_.graph().Uses(value)) {
+      if (use.index == 0 && use.node->IsStandard("Shape")) continue;
+      ++count;
+      only = use.index < 0 ? nullptr : use.node;
+    }
+    if (count != 1 || only == nullptr) break;
+    const Node& node = *only;
     const bool keeps = dims_.ChangesNothing(node) || dims_.graph().IsFloatCast(node);
     if (!keeps && !(reshapes && node.IsStandard("Reshape") && KeepsRows(node))) break;
     nodes_.insert(&node);

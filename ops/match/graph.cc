@@ -87,6 +87,43 @@ std::optional<float> Constant::Scalar() const {
   return is_scalar ? std::optional(Floats()[0]) : std::nullopt;
 }
 
+std::optional<std::vector<double>> Constant::Numbers() const {
+  const auto read = [this]<typename Number>(Number) {
+    std::vector<Number> numbers(static_cast<size_t>(Count()));
+    if (!numbers.empty()) std::memcpy(numbers.data(), data, numbers.size() * sizeof(Number));
+    return std::vector<double>(numbers.begin(), numbers.end());
+  };
+  switch (type) {
+    case ElementType::kFloat16:
+    case ElementType::kFloat: {
+      const std::vector<float> floats = Floats();
+      return std::vector<double>(floats.begin(), floats.end());
+    }
+    case ElementType::kBfloat16: {
+      std::vector<double> numbers = read(uint16_t{});
+      for (double& number : numbers) number = std::bit_cast<float>(static_cast<uint32_t>(number) << 16);
+      return numbers;
+    }
+    case ElementType::kDouble:
+      return read(double{});
+    case ElementType::kInt64:
+      return read(int64_t{});
+    case ElementType::kInt32:
+      return read(int32_t{});
+    case ElementType::kInt16:
+      return read(int16_t{});
+    case ElementType::kUint16:
+      return read(uint16_t{});
+    case ElementType::kInt8:
+      return read(int8_t{});
+    case ElementType::kUint8:
+    case ElementType::kBool:
+      return read(uint8_t{});
+    default:
+      return std::nullopt;
+  }
+}
+
 std::string Node::Described() const { return ErrorText(type_, " node '", name_, "'"); }
 
 int64_t Node::Int(std::string_view name, std::optional<int64_t> missing) const {
@@ -201,6 +238,16 @@ std::optional<Constant> Graph::HeaderOf(Value value) const {
 std::optional<float> Graph::NumberOf(Value value) const {
   const std::optional<Constant> tensor = ConstantOf(value);
   return tensor ? tensor->Scalar() : std::nullopt;
+}
+
+std::optional<double> Graph::AnyNumberOf(Value value) const {
+  const auto is_one = [](const Shape& shape) { return shape.empty() || shape == Shape{1}; };
+  // Do not read large constants.
+  if (value == nullptr || (value->constant_shape && !is_one(*value->constant_shape))) return std::nullopt;
+  const std::optional<Constant> tensor = ConstantOf(value);
+  if (!tensor || !is_one(tensor->shape)) return std::nullopt;
+  const std::optional<std::vector<double>> numbers = tensor->Numbers();
+  return numbers ? std::optional(numbers->front()) : std::nullopt;
 }
 
 bool Graph::IsConstantValue(Value value) const {

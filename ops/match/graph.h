@@ -73,6 +73,8 @@ struct Constant {
   int64_t CodeAt(int64_t index) const;
   // Return the value of a float tensor with one element and at most one axis.
   std::optional<float> Scalar() const;
+  // Return the elements of a float, integer or boolean tensor; nullopt for other types.
+  std::optional<std::vector<double>> Numbers() const;
 };
 
 // One dimension as the model declares it.
@@ -233,6 +235,9 @@ class Graph {
   std::optional<Constant> HeaderOf(Value value) const;
   // Return the value of a constant float scalar.
   std::optional<float> NumberOf(Value value) const;
+  // Return the value of a constant of any number type with one element and at most one axis: more could add axes to a
+  // result.
+  std::optional<double> AnyNumberOf(Value value) const;
   bool IsConstantValue(Value value) const;
   bool IsFloat(Value value) const { return value != nullptr && value->type == ElementType::kFloat; }
   bool IsFloatOrHalf(Value value) const { return value != nullptr && IsFloatType(value->type); }

@@ -428,7 +428,7 @@ class Rule {
   }
 
   void CheckRange(const Node& node, size_t scale, size_t zero, const char* what) const {
-    Expect(HasRange(node, scale, zero), kNoFixedRange, what);
+    Expect(HasRange(node, scale, zero), kNoRangeOf, what);
     Expect(node.InputType(scale) == kFloat, kRangeNotFloat, what);
   }
 
@@ -509,7 +509,7 @@ class Rule {
       SetDynamicX(*dynamic, 2);
       found_.x = dynamic->Input(0);
     } else {
-      Expect(HasRange(*source, 1, 2), kNoFixedRange, "input");
+      Expect(HasRange(*source, 1, 2), kNoRangeOf, "input");
       Expect(ZeroOf(node_.Input(2)) == ZeroOf(source->Input(2)), kZeroPointDiffers);
       found_.x_codes = node_.Input(0);
       found_.x_scale = found_.weight.scale_divisor = source->Input(1);
@@ -528,7 +528,7 @@ class Rule {
     return nullptr;
   }
 
-  // Return a zero point, 0 if there is none; nullopt if it is not a constant byte.
+  // Return a zero point, 0 for null; nullopt if it is not a constant byte.
   std::optional<int64_t> ZeroOf(Value value) const {
     if (value == nullptr) return 0;
     const std::optional<Constant> zero = graph_.ConstantOf(value);

@@ -160,7 +160,14 @@ Operand HeadsOperand(const Dimensions& dims, Value value, const char* meaning, N
   }
   if (merged && layout == Layout::kByRows) {
     layout = Layout::kByHeads;
-    chain.value = BeforeMerge(dims, chain.value);
+    const Value before = BeforeMerge(dims, chain.value);
+    const std::span<const Graph::Use> uses = dims.graph().Uses(chain.value);
+    const auto is_shape = [](const Graph::Use& use) { return use.index == 0 && use.node->IsStandard("Shape"); };
+    if (before != chain.value && !dims.graph().IsOutput(chain.value) &&
+        std::count_if(uses.begin(), uses.end(), is_shape) + 1 == std::ssize(uses)) {
+      chain.nodes.push_back(dims.graph().Maker(chain.value));
+    }
+    chain.value = before;
   }
   const DimShape shape = BaseShape(dims, chain.value, meaning, single ? 3 : 4);
   const std::vector<size_t>& axes = AxesOf(layout);

@@ -35,11 +35,11 @@ bool AreAlike(const match::Attention& a, const match::Attention& b) {
          std::equal(a.masks.begin(), a.masks.end(), b.masks.begin(), b.masks.end(), is_alike);
 }
 
-// A rule names a mask before it is expanded to the shape of the scores. Return the value that the attention's nodes
-// read.
-Value MaskInput(const Graph& graph, const match::Attention& attention, Value mask) {
+// A rule names a mask before it is expanded to the shape of the scores, and split heads before batch and heads are
+// merged. Return the value that the attention's nodes read instead.
+Value InputRead(const Graph& graph, const match::Attention& attention, Value value, bool is_mask) {
   constexpr size_t kMostSteps = 16;
-  std::vector<Value> waiting = {mask};
+  std::vector<Value> waiting = {value};
   for (size_t i = 0; i < waiting.size() && i < kMostSteps; ++i) {
     const std::span<const Graph::Use> uses = graph.Uses(waiting[i]);
     const auto is_inside = [&](const Graph::Use& use) {
@@ -47,12 +47,14 @@ Value MaskInput(const Graph& graph, const match::Attention& attention, Value mas
     };
     if (std::any_of(uses.begin(), uses.end(), is_inside)) return waiting[i];
     for (const Graph::Use& use : uses) {
-      const bool is_moved = use.index == 0 && (use.node->IsStandard("Expand") || use.node->IsStandard("Identity") ||
-                                               use.node->IsStandard("Cast"));
+      const bool is_moved =
+          use.index == 0 &&
+          (is_mask ? use.node->IsStandard("Expand") || use.node->IsStandard("Identity") || use.node->IsStandard("Cast")
+                   : i == 0 && use.node->IsStandard("Reshape"));
       if (is_moved && use.node->Output(0) != nullptr) waiting.push_back(use.node->Output(0));
     }
   }
-  return mask;
+  return value;
 }
 
 // Return the types of nodes and the names of their inputs and outputs in the original model.
@@ -91,7 +93,18 @@ std::string Attention::Described() const {
 Attention ReadAttention(const Graph& graph, const match::Attention& found) {
   Expect(found.weight == nullptr, "it contains the query, key and value layers, whose weights stay float");
   Attention attention{found, {}};
-  for (match::Mask& mask : attention.masks) mask.value = MaskInput(graph, found, mask.value);
+  for (match::Mask& mask : attention.masks) mask.value = InputRead(graph, found, mask.value, true);
+  for (size_t role = 0; role < 3; ++role) {
+    if (found.layouts[role] != match::Layout::kByHeads || found.inputs[role] == nullptr) continue;
+    attention.inputs[role] = InputRead(graph, found, found.inputs[role], false);
+  }
+  for (const Value value : attention.Reads(false)) {
+    const std::span<const Graph::Use> uses = graph.Uses(value);
+    const bool is_read = std::any_of(uses.begin(), uses.end(), [&](const Graph::Use& use) {
+      return std::find(found.nodes.begin(), found.nodes.end(), use.node) != found.nodes.end();
+    });
+    Expect(is_read, ErrorText("its nodes do not read '", value->name, "' themselves"));
+  }
   if (attention.scale == 0) attention.scale = 1 / std::sqrt(static_cast<double>(attention.head_dim));
   Expect(std::isfinite(static_cast<float>(attention.scale)), "its scale is not finite");
   if (found.bias != nullptr) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "host/broadcast.h"
+#include "nomad_attention/decode_rows.h"
 
 namespace ortolan::provider {
 namespace {
@@ -11,7 +12,7 @@ using match::Layout;
 
 // The attention precision of pass fuse_attention for quantized layers (graph_passes/forms.py). These layers round their
 // inputs more coarsely than bfloat16.
-constexpr int kPrecision = 16;
+constexpr int kPrecision = 16, kPrecise = 32;
 constexpr int64_t kFloatBytes = sizeof(float);
 constexpr const char* kFeed = "Feed the model inputs of the shapes it was exported for.";
 constexpr const char* kRoles[] = {"query", "key", "value"};
@@ -33,6 +34,7 @@ bool CanJoinAll(const std::vector<Layer>& layers) {
 CacheForm FormOf(const AttentionSpec& spec) {
   CacheForm form;
   form.interleaved = spec.cache.interleaved;
+  form.precision = spec.is_precise ? kPrecise : kPrecision;
   return form;
 }
 
@@ -61,7 +63,7 @@ AttentionCompute::Part::Part(std::span<const Layer> layers) : packed(layers), pl
 
 AttentionCompute::Part::Part(ContextReader& reader) : packed(reader), plan(packed.Linear(), ActiveFeatures()) {}
 
-AttentionCompute::AttentionCompute(const Graph& graph, const Step& step, const Node& fused) : plan_(kPrecision) {
+AttentionCompute::AttentionCompute(const Graph& graph, const Step& step, const Node& fused) {
   const Attention& found = *step.attention;
   const bool has_layers = !step.layers.empty();
   const auto input = [&](Value value) {
@@ -91,6 +93,8 @@ AttentionCompute::AttentionCompute(const Graph& graph, const Step& step, const N
   spec_.scale = static_cast<float>(found.scale);
   spec_.causal = found.causal;
   spec_.zero_hidden_rows = found.zero_hidden_rows;
+  spec_.is_precise = found.precise;
+  spec_.is_beside_cache = found.beside_cache;
   spec_.zero_rows = input(found.zero_rows);
   for (const match::Mask& mask : found.masks) {
     const bool is_packed = has_layers && graph.IsConstantValue(mask.value);
@@ -99,21 +103,22 @@ AttentionCompute::AttentionCompute(const Graph& graph, const Step& step, const N
   spec_.output_layout = found.output_layout;
   spec_.y = OutputSlot(fused, step.y);
   spec_.has_cache = found.cache.has_value();
-  if (!found.cache) return;
-  const match::KvCache& cache = *found.cache;
-  spec_.cache = {input(cache.past_key),
-                 input(cache.past_value),
-                 input(cache.lengths),
-                 input(cache.total),
-                 input(cache.cos),
-                 input(cache.sin),
-                 OutputSlot(fused, cache.present_key),
-                 OutputSlot(fused, cache.present_value),
-                 cache.interleaved};
-  if (spec_.has_cache) cached_plan_.emplace(FormOf(spec_));
+  if (found.cache) {
+    const match::KvCache& cache = *found.cache;
+    spec_.cache = {input(cache.past_key),
+                   input(cache.past_value),
+                   input(cache.lengths),
+                   input(cache.total),
+                   input(cache.cos),
+                   input(cache.sin),
+                   OutputSlot(fused, cache.present_key),
+                   OutputSlot(fused, cache.present_value),
+                   cache.interleaved};
+  }
+  MakePlan();
 }
 
-AttentionCompute::AttentionCompute(ContextReader& reader, const IoSlots& slots) : plan_(kPrecision) {
+AttentionCompute::AttentionCompute(ContextReader& reader, const IoSlots& slots) {
   RecordReader record(reader, slots);
   VisitAttention(record, spec_);
   ReadParts(reader);
@@ -130,7 +135,16 @@ AttentionCompute::AttentionCompute(ContextReader& reader, const IoSlots& slots) 
     const int64_t count = static_cast<int64_t>(spec_.biases[role].size());
     if (count != 0 && count != WidthOf(role)) throw Error("its ", kRoles[role], " bias has ", count, " values");
   }
-  if (spec_.has_cache) cached_plan_.emplace(FormOf(spec_));
+  MakePlan();
+}
+
+void AttentionCompute::MakePlan() {
+  if (spec_.has_cache) {
+    cached_plan_.emplace(FormOf(spec_));
+  } else {
+    plan_.emplace(spec_.is_precise ? kPrecise : kPrecision);
+    if (spec_.is_beside_cache) short_plan_.emplace(kPrecise);
+  }
 }
 
 void AttentionCompute::ReadParts(ContextReader& reader) {
@@ -218,8 +232,12 @@ HeadRows AttentionCompute::Rows(Call& call, size_t role, int64_t heads, Attentio
   const NamedInput& input = spec_.inputs[role];
   const FloatInput read = call.ReadFloats(input);
   const Axes& axes = AxesOf(spec_.layouts[role]);
-  const Shape& shape = read.shape;
+  Shape shape = read.shape;
   const int64_t head_dim = spec_.head_dim;
+  // Batch and heads may be one axis.
+  if (spec_.layouts[role] == Layout::kByHeads && shape.size() == 3 && shape[0] % heads == 0) {
+    shape = {shape[0] / heads, heads, shape[1], shape[2]};
+  }
   const auto expected = [&] {
     const auto size = [](int64_t count, const char* name) { return count < 0 ? name : std::to_string(count); };
     std::array<std::string, 4> names;
@@ -412,7 +430,8 @@ void AttentionCompute::Run(const OrtApi& ort, OrtKernelContext& context, Host& h
   }
   if (CountOf(shape) == 0) return;
   attention.mask = ReadMasks({batch, heads, rows, attention.keys}, call);
-  plan_.Run(host, attention);
+  const bool is_short = short_plan_ && attention.queries <= kMostDecodeQueries;
+  (is_short ? short_plan_ : plan_)->Run(host, attention);
   Finish(attention, call);
 }
 

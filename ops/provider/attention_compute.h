@@ -34,6 +34,7 @@ class AttentionCompute : public StepCompute {
   // The context of a call.
   struct Call;
 
+  void MakePlan();
   void ReadParts(ContextReader& reader);
   int64_t WidthOf(size_t role) const { return (role == 0 ? spec_.heads : spec_.kv_heads) * spec_.head_dim; }
   void Project(Call& call, AttentionCall& attention) const;
@@ -57,9 +58,10 @@ class AttentionCompute : public StepCompute {
 
   AttentionSpec spec_;
   std::array<std::vector<float>, 3> own_biases_;
-  std::deque<Part> parts_;  // one part for query, key and value together, or three; none without layers
-  AttentionPlan plan_;
-  std::optional<CachedPlan> cached_plan_;  // with a cache
+  std::deque<Part> parts_;             // one part for query, key and value together, or three; none without layers
+  std::optional<AttentionPlan> plan_;  // without a cache
+  std::optional<AttentionPlan> short_plan_;  // for calls of a few tokens beside a cache
+  std::optional<CachedPlan> cached_plan_;    // with a cache
 };
 
 }  // namespace ortolan::provider

@@ -44,6 +44,8 @@ struct AttentionSpec {
   int64_t heads = 0, kv_heads = 0, head_dim = 0;
   float scale = 1;
   bool causal = false, zero_hidden_rows = false;
+  bool is_precise = false;  // as match::Attention::precise
+  bool is_beside_cache = false;
   NamedInput zero_rows;  // bool: rows set to zero where true
   std::vector<MaskSpec> masks;
   match::Layout output_layout = match::Layout::kByRows;
@@ -76,6 +78,8 @@ void VisitAttention(Archive& archive, Spec& spec) {
   archive.Float(spec.scale, "the scale");
   archive.Flag(spec.causal);
   archive.Flag(spec.zero_hidden_rows);
+  archive.Flag(spec.is_precise);
+  archive.Flag(spec.is_beside_cache);
   input(spec.zero_rows, ElementType::kBool);
   archive.List(spec.masks, kMostMasks, "the number of masks", [&](auto& mask) {
     archive.Choice(mask.kind, 3, "the kind of a mask");

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
 #include <set>
 #include <utility>
 
@@ -17,17 +18,31 @@ std::vector<match::Attention> AttentionsOf(const Graph& graph, Claims& claims) {
   const match::Dimensions dims(graph);
   std::vector<match::Attention> found;
   std::set<const Node*> decided;
-  const auto add = [&](const match::FoundAttention& one) {
+  std::map<const Node*, match::Reason> refused;  // with a cache
+  for (const match::FoundAttention& one : match::FindCachedAttentions(dims)) {
     if (const auto* const attention = std::get_if<match::Attention>(&one)) {
-      if (decided.insert(attention->node).second) found.push_back(*attention);
-      return;
+      decided.insert(attention->node);
+      found.push_back(*attention);
+    } else if (const auto& reason = std::get<match::NotAttention>(one); reason.cached) {
+      refused.emplace(reason.node, reason.reason);
     }
-    const auto& refused = std::get<match::NotAttention>(one);
-    if (!refused.cached || !decided.insert(refused.node).second) return;
-    claims.left.emplace_back(refused.node, refused.reason.Text());
-  };
-  for (const match::FoundAttention& one : match::FindCachedAttentions(dims)) add(one);
-  for (const match::FoundAttention& one : match::FindAttentions(dims, match::Executor::kProvider)) add(one);
+  }
+  for (const match::FoundAttention& one : match::FindAttentions(dims, match::Executor::kProvider)) {
+    const auto* const attention = std::get_if<match::Attention>(&one);
+    const match::NotAttention* const reason = std::get_if<match::NotAttention>(&one);
+    const Node* const node = attention == nullptr ? reason->node : attention->node;
+    if (!decided.insert(node).second) continue;
+    const auto of_cache = refused.find(node);
+    if (attention != nullptr) {
+      found.push_back(*attention);
+      found.back().beside_cache = of_cache != refused.end();
+    } else {
+      claims.left.emplace_back(node, (of_cache == refused.end() ? reason->reason : of_cache->second).Text());
+    }
+  }
+  for (const auto& [node, reason] : refused) {
+    if (decided.insert(node).second) claims.left.emplace_back(node, reason.Text());
+  }
   std::sort(found.begin(), found.end(),
             [](const match::Attention& a, const match::Attention& b) { return a.node->index() < b.node->index(); });
   return found;

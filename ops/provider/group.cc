@@ -110,7 +110,7 @@ class Finder {
     step.layers = {layer};
     AddNodes(layer, step.nodes);
     step.y = layer.y;
-    step.activation = TakeActivation(graph_, step.y, step.nodes);
+    step.activation = match::TakeActivation(graph_, step.y, step.nodes);
     return step;
   }
 
@@ -119,6 +119,10 @@ class Finder {
   Step AttentionStep(const match::Attention& found, std::vector<bool>& is_used) {
     Step step;
     step.attention = ReadAttention(graph_, found);
+    if (!is_group_) {
+      step.attention->precise =
+          (found.cache || found.beside_cache) && layers_.empty() && rules_.precision == Precision::kFloat32;
+    }
     if (found.cache) Expect(rules_.why_no_cached_attention.empty(), rules_.why_no_cached_attention);
     const auto is_taken = [&](const Node* one) { return taken_.count(one) != 0; };
     Expect(std::none_of(found.nodes.begin(), found.nodes.end(), is_taken),
@@ -163,13 +167,10 @@ class Finder {
   std::optional<size_t> UpOf(size_t gate, const std::vector<bool>& is_used) const {
     Value y = layers_[gate].y;
     std::vector<const Node*> nodes;
-    TakeActivation(graph_, y, nodes);
-    const Node* const multiply = graph_.OnlyReader(y);
-    if (multiply == nullptr || !multiply->IsStandard("Mul") || multiply->Output(0) == nullptr) return std::nullopt;
-    const Value other = Other(*multiply, y);
+    match::TakeActivation(graph_, y, nodes);
     for (size_t up = 0; up < layers_.size(); ++up) {
-      const bool is_other = up != gate && !is_used[up] && layers_[up].y == other && other != nullptr;
-      if (is_other && graph_.OnlyReader(other) == multiply && CanJoin(layers_[gate], layers_[up])) return up;
+      if (up == gate || is_used[up] || !CanJoin(layers_[gate], layers_[up])) continue;
+      if (match::TakeFactor(graph_, {&layers_[up].y, 1}, y, nodes) != nullptr) return up;
     }
     return std::nullopt;
   }
@@ -180,10 +181,8 @@ class Finder {
     AddNodes(gate, step.nodes);
     AddNodes(up, step.nodes);
     step.y = gate.y;
-    step.activation = TakeActivation(graph_, step.y, step.nodes);
-    const Node* const multiply = graph_.OnlyReader(step.y);
-    step.nodes.push_back(multiply);
-    step.y = multiply->Output(0);
+    step.activation = match::TakeActivation(graph_, step.y, step.nodes);
+    match::TakeFactor(graph_, {&up.y, 1}, step.y, step.nodes);
     return step;
   }
 
@@ -285,34 +284,35 @@ class Finder {
   }
 
   void TakeResidualAndNorm(Step& step, Group& group) {
-    const auto take = [&](const Node& node) {
-      if (taken_.count(&node) != 0 || node.Output(0) == nullptr) return false;
-      group.nodes.push_back(&node);
+    const auto take = [&](const std::vector<const Node*>& nodes) {
+      const auto is_taken = [&](const Node* node) { return taken_.count(node) != 0; };
+      if (std::any_of(nodes.begin(), nodes.end(), is_taken) || nodes.back()->Output(0) == nullptr) return false;
+      const size_t before = group.nodes.size();
+      group.nodes.insert(group.nodes.end(), nodes.begin(), nodes.end());
       if (!graph_.CanBeOne(group.nodes, ReadersOfRoundings(group))) {
-        group.nodes.pop_back();
+        group.nodes.resize(before);
         return false;
       }
-      taken_.insert(&node);
-      step.nodes.push_back(&node);
-      step.y = node.Output(0);
+      taken_.insert(nodes.begin(), nodes.end());
+      step.nodes.insert(step.nodes.end(), nodes.begin(), nodes.end());
+      step.y = nodes.back()->Output(0);
       return true;
     };
     // Include a Cast of the output, because groups compute float32 and write either float type.
     const auto take_cast = [&] {
       const Node* const cast = graph_.OnlyReader(step.y);
-      if (cast != nullptr && graph_.IsFloatCast(*cast)) take(*cast);
+      if (cast != nullptr && graph_.IsFloatCast(*cast)) take({cast});
     };
     take_cast();
-    const Node* const add = graph_.OnlyReader(step.y);
-    if (add != nullptr && add->IsStandard("Add")) {
+    if (const Node* const add = match::SumOf(graph_, step.y)) {
       const Value residual = Other(*add, step.y);
       const Node* const maker = residual == nullptr ? nullptr : graph_.Maker(residual);
       const bool is_free = residual != nullptr && !graph_.IsConstantValue(residual) && !Contains(group.nodes, maker);
-      if (is_free && graph_.IsFloatOrHalf(residual) && take(*add)) step.residual = residual;
+      if (is_free && graph_.IsFloatOrHalf(residual) && take({add})) step.residual = residual;
     }
     const int64_t columns = step.layers.front().Columns();
-    std::optional<Norm> norm = FindNorm(graph_, step.y, columns);
-    if (norm && take(*norm->node)) step.norm = std::move(norm);
+    const std::optional<match::Norm> norm = match::FindNorm(graph_, step.y, columns);
+    if (norm && take(norm->nodes)) step.norm = ReadNorm(graph_, *norm);
     if (step.norm || step.residual != nullptr) take_cast();
   }
 

@@ -9,7 +9,6 @@
 
 #include "provider/attention.h"
 #include "provider/epilogue.h"
-#include "provider/sum_norm.h"
 
 namespace ortolan::provider {
 

@@ -11,16 +11,6 @@ using match::Linear;
 using match::NotLinear;
 using match::WeightForm;
 
-// Return the reason why ONNX Runtime is faster for this layer; empty if it is not.
-std::string WhyNotFaster(const Layer& layer, double least_zero_blocks) {
-  if (least_zero_blocks <= 0) return {};
-  const std::string reason = "without VNNI instructions ONNX Runtime's int8 layers are faster";
-  if (least_zero_blocks > 1 || layer.is_static) return reason;  // layers with fixed ranges are never stored as blocks
-  const BlockInt8Weight* const blocks = std::get_if<BlockInt8Weight>(&layer.weight);
-  if (blocks != nullptr && IsBlockSparse(*blocks, least_zero_blocks)) return {};
-  return ErrorText(reason, ", unless ", 100 * least_zero_blocks, " % of the weights are in zero blocks of 4 x 1");
-}
-
 // --- the input ----------------------------------------------------------------------------------------------------
 
 std::string WhyItStays(const QdqPair* rounding) {
@@ -42,7 +32,7 @@ void ReadFixedX(const Graph& graph, const QdqPairs& roundings, const Linear& lin
   }
   if (is_removed) {
     if (quantizes) layer.quantize = rounding->maker;
-    if (quantizes && rounding->state == QdqPair::State::kClipped) layer.x_bounds = rounding->RangeBounds();
+    if (quantizes && rounding->state == QdqPair::State::kClipped) layer.x_bounds = rounding->range.FromZero();
     layer.x = graph.Seen(quantizes ? rounding->floats : rounding->ends.front()->Output(0));
   } else {
     const Node* const maker = graph.Maker(linear.x);
@@ -207,27 +197,20 @@ std::optional<Layer> ReadLayer(const Graph& graph, const QdqPairs& roundings, co
          ErrorText("its input '", node.InputName(0), "' is not float", form == WeightForm::kInt8 ? "" : " or float16"));
   Expect(layer.nodes.back()->Output(0) != nullptr, "its output is missing");
   layer.y = layer.is_static ? OutputOf(graph, roundings, linear) : layer.nodes.back()->Output(0);
-  layer.bias = ReadBias(graph, linear);
-  if (form == WeightForm::kBlocks) {
-    layer.weight = ReadBlocks(graph, linear);
-    return layer;
-  }
-  if (form == WeightForm::kFloat) {
-    layer.weight = ReadFloats(graph, linear, rules.precision);
-    return layer;
-  }
-  Expect(!layer.is_static || linear.nodes.size() == 1,
-         "a MatMulInteger whose input has a fixed range; `ortolan optimize` supports it");
   const std::optional<Shape> x_shape = DeclaredShape(layer.x);
   Expect(!linear.scales_have_rows || (x_shape && x_shape->size() >= 2),
          "its scales have two axes, but its input may have fewer");
-  Int8Weight w = ReadInt8(graph, linear);
-  if (!layer.is_static && IsBlockSparse(w)) {
-    layer.weight = BlockInt8Weight{std::move(w)};
+  layer.bias = ReadBias(graph, linear);
+  if (form == WeightForm::kBlocks) {
+    layer.weight = ReadBlocks(graph, linear);
+  } else if (form == WeightForm::kFloat) {
+    layer.weight = ReadFloats(graph, linear, rules.precision);
   } else {
-    layer.weight = std::move(w);
+    layer.weight = ReadInt8(graph, linear);
+    const Int8Weight& w = std::get<Int8Weight>(layer.weight);
+    if (!layer.is_static && IsBlockSparse(w)) layer.weight = BlockInt8Weight{w};
   }
-  const std::string problem = WhyNotFaster(layer, rules.least_zero_blocks);
+  const std::string problem = rules.policy.WhyNotWorth(layer);
   Expect(problem.empty(), problem);
   return layer;
 }

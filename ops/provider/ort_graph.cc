@@ -142,11 +142,8 @@ std::optional<Shape> DeclaredShape(Value value) {
   return shape;
 }
 
-OrtModelGraph::OrtModelGraph(const HostApi& host, const OrtGraph& graph, const OrtModelGraph* around, bool has_branches)
-    : host_(host),
-      around_(around),
-      has_branches_(has_branches),
-      graph_([this](const match::ValueInfo& value) { return Read(value); }) {
+OrtModelGraph::OrtModelGraph(const HostApi& host, const OrtGraph& graph, const OrtModelGraph* around)
+    : host_(host), around_(around), graph_([this](const match::ValueInfo& value) { return Read(value); }) {
   const OrtApi& ort = *host.ort;
   const std::vector<const OrtNode*> nodes = List<OrtNode>(ort, &graph, ort.Graph_GetNumNodes, ort.Graph_GetNodes);
   const std::vector<const OrtValueInfo*> inputs =
@@ -158,11 +155,6 @@ OrtModelGraph::OrtModelGraph(const HostApi& host, const OrtGraph& graph, const O
     if (value != nullptr) Check(ort, ort.ValueInfo_IsFromOuterScope(value, &outside));
     return outside;
   };
-  if (parent != nullptr && around == nullptr) {
-    const OrtGraph* outer = nullptr;
-    Check(ort, ort.Node_GetGraph(parent, &outer));
-    if (outer != nullptr) around_ = (outer_ = std::make_unique<OrtModelGraph>(host, *outer, nullptr, false)).get();
-  }
   is_branch_ = parent != nullptr || around != nullptr;
   if (!is_branch_ && host.version < kTellsOfParents) {
     is_branch_ = inputs.empty() || std::any_of(nodes.begin(), nodes.end(), [&](const OrtNode* node) {
@@ -213,7 +205,7 @@ void OrtModelGraph::AddNode(const OrtNode& node) {
   std::vector<Value> implicit = values(ort.Node_GetNumImplicitInputs, ort.Node_GetImplicitInputs);
   match::Subgraphs subgraphs;
   size_t count = 0;
-  if (type == "If" && has_branches_) Check(ort, ort.Node_GetNumSubgraphs(&node, &count));
+  if (type == "If") Check(ort, ort.Node_GetNumSubgraphs(&node, &count));
   std::vector<const OrtGraph*> branches(count);
   std::vector<const char*> names(count);
   if (count != 0) Check(ort, ort.Node_GetSubgraphs(&node, branches.data(), count, names.data()));
@@ -248,6 +240,8 @@ Value OrtModelGraph::AddValue(const OrtValueInfo* value) {
   }
   if (const auto found = by_name_.find(info.name); found != by_name_.end()) return values_[value] = found->second;
   Check(ort, ort.ValueInfo_IsConstantInitializer(value, &info.is_constant));
+  // ONNX Runtime asks about a branch before its outer graph exists, so values of the outer graph count as inputs.
+  info.is_input = is_outside && !info.is_constant;
   if (!is_outside) {
     Check(ort, ort.ValueInfo_IsRequiredGraphInput(value, &info.is_input));
     Check(ort, ort.ValueInfo_IsGraphOutput(value, &info.is_output));

@@ -40,10 +40,8 @@ std::optional<Shape> DeclaredShape(Value value);
 // Valid as long as ONNX Runtime's graph.
 class OrtModelGraph {
  public:
-  // around: the graph around a branch, whose values are visible by name; null: ONNX Runtime is asked for it.
-  // has_branches: read the branches of the graph's If nodes too.
-  OrtModelGraph(const HostApi& host, const OrtGraph& graph, const OrtModelGraph* around = nullptr,
-                bool has_branches = true);
+  // around: the graph around a branch, whose values are visible by name; may be null.
+  OrtModelGraph(const HostApi& host, const OrtGraph& graph, const OrtModelGraph* around = nullptr);
   // A graph with only this node.
   OrtModelGraph(const HostApi& host, const OrtNode& node);
 
@@ -68,8 +66,6 @@ class OrtModelGraph {
   std::unordered_map<Value, const OrtValueInfo*> ort_values_;
   std::vector<const OrtNode*> ort_nodes_;  // by Node::index
   const OrtModelGraph* around_ = nullptr;
-  std::unique_ptr<OrtModelGraph> outer_;  // owner of `around_`, if ONNX Runtime was asked for it
-  const bool has_branches_ = false;
   bool is_branch_ = false;
   Graph graph_;
 };

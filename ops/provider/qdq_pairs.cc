@@ -6,15 +6,11 @@
 #include <limits>
 
 #include "provider/group.h"
-#include "provider/never_negative.h"
 
 namespace ortolan::provider {
 namespace {
 
 constexpr auto kFloat = ElementType::kFloat;
-constexpr auto kUint8 = ElementType::kUint8;
-constexpr auto kInt8 = ElementType::kInt8;
-constexpr const char* kMicrosoft = "com.microsoft";
 
 // Operators across which ONNX Runtime moves a QuantizeLinear.
 constexpr const char* kMovedAcross[] = {"MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"};
@@ -26,61 +22,12 @@ bool IsOneOf(const Node& node, const Types& types) {
          std::any_of(std::begin(types), std::end(types), [&](const char* type) { return node.type() == type; });
 }
 
-// Indices of the inputs that are a layer's scale and zero point, here those of its first input.
-struct RangeInputs {
-  size_t scale, zero_point;
-};
-std::optional<RangeInputs> InputRangeOf(const Node& node) {
-  if (node.IsStandard("QLinearMatMul") || node.Is(kMicrosoft, "QGemm")) return RangeInputs{1, 2};
-  if (node.Is(kMicrosoft, "MatMulIntegerToFloat")) return RangeInputs{2, 4};
-  return std::nullopt;
-}
-
-// Return the indices for the layer's output; nullopt unless the output is 8-bit.
-std::optional<RangeInputs> OutputRangeOf(const Node& node) {
-  if (node.IsStandard("QLinearMatMul")) return RangeInputs{6, 7};
-  if (node.Is(kMicrosoft, "QGemm") && node.Has(7)) return RangeInputs{7, 8};
-  return std::nullopt;
-}
-
-// Return whether the attributes have the defaults of per-tensor quantization.
-bool IsPlain(const Node& node) {
-  try {
-    return node.Int("output_dtype", 0) == 0 && node.Int("precision", 0) == 0 && node.Int("block_size", 0) == 0;
-  } catch (const UnfitError&) {
-    return false;
-  }
-}
-
 }  // namespace
-
-bool FixedRange::BeginsAtZero() const { return zero_point == (type == kInt8 ? -128 : 0); }
-
-Bounds QdqPair::RangeBounds() const {
-  constexpr double kLargest = std::numeric_limits<float>::max();
-  return {0, static_cast<float>(std::min(255 * static_cast<double>(range.scale), kLargest))};
-}
-
-std::optional<FixedRange> RangeAt(const Graph& graph, const Node& node, size_t scale, size_t zero_point,
-                                  ElementType kind) {
-  const std::optional<Constant> scales = graph.ConstantOf(node.StoredInput(scale));
-  if (!scales || scales->type != kFloat || scales->shape.size() > 1 || scales->Count() != 1) return std::nullopt;
-  FixedRange range{scales->Floats()[0], 0, kind};
-  if (!(range.scale > 0) || std::isinf(range.scale)) return std::nullopt;
-  if (node.StoredInput(zero_point) == nullptr) return range;
-  const std::optional<Constant> zero = graph.ConstantOf(node.StoredInput(zero_point));
-  if (!zero || (zero->type != kUint8 && zero->type != kInt8) || zero->shape.size() > 1 || zero->Count() != 1) {
-    return std::nullopt;
-  }
-  range.zero_point = static_cast<int>(zero->CodeAt(0));
-  range.type = zero->type;
-  return range;
-}
 
 QdqPairs::QdqPairs(const Graph& graph, ClippedRanges& clipped_ranges, bool is_group) {
   for (const Node& node : graph.nodes()) {
     if (node.IsStandard("DequantizeLinear")) Fold(graph, node);
-    if (node.IsStandard("QuantizeLinear") || OutputRangeOf(node)) Find(graph, node);
+    Find(graph, node);
   }
   for (QdqPair& rounding : qdq_pairs_) {
     by_maker_[rounding.maker] = &rounding;
@@ -92,39 +39,29 @@ QdqPairs::QdqPairs(const Graph& graph, ClippedRanges& clipped_ranges, bool is_gr
 
 void QdqPairs::Find(const Graph& graph, const Node& maker) {
   QdqPair rounding;
-  rounding.maker = &maker;
-  const bool quantizes = maker.IsStandard("QuantizeLinear");
-  const RangeInputs inputs = quantizes ? RangeInputs{1, 2} : *OutputRangeOf(maker);
-  const std::optional<FixedRange> range = RangeAt(graph, maker, inputs.scale, inputs.zero_point, kUint8);
-  const Value codes = maker.Output(0);
-  if (!range || codes == nullptr || !IsPlain(maker)) return;
-  rounding.range = *range;
-  if (quantizes) {
-    rounding.floats = maker.Input(0);
-    // Quantized constants are weights or masks.
-    if (rounding.floats == nullptr || graph.IsConstantValue(rounding.floats) || !graph.IsFloat(rounding.floats)) return;
+  try {
+    std::optional<match::QdqPair> found = match::FindQdqPair(graph, maker);
+    if (!found || !found->moves.empty()) return;
+    static_cast<match::QdqPair&>(rounding) = std::move(*found);
+  } catch (const UnfitError&) {
+    return;
   }
-  if (graph.IsOutput(codes)) return;
-  rounding.is_alone = graph.OnlyReader(rounding.Source()) != nullptr;
-  for (const Graph::Use& use : graph.Uses(codes)) {
-    if (use.index != 0) return;
-    const bool is_end = use.node->IsStandard("DequantizeLinear") && IsPlain(*use.node);
-    const std::optional<RangeInputs> own = is_end ? RangeInputs{1, 2} : InputRangeOf(*use.node);
-    if (!own || RangeAt(graph, *use.node, own->scale, own->zero_point, range->type) != range) return;
-    const Value floats = use.node->Output(0);
-    if (!is_end) {
+  const bool quantizes = rounding.floats != nullptr;
+  // Quantized constants are weights or masks.
+  if (quantizes && (graph.IsConstantValue(rounding.floats) || !graph.IsFloat(rounding.floats))) return;
+  if (rounding.range.floats != kFloat || (!quantizes && rounding.ends.empty())) return;  // it would have no float value
+  for (const Graph::Use& use : graph.Uses(maker.Output(0))) {
+    if (!use.node->IsStandard("DequantizeLinear")) {
       rounding.readers.push_back({use, nullptr});
-      rounding.is_alone = false;
       continue;
     }
-    if (floats == nullptr) return;
-    rounding.ends.push_back(use.node);
+    const Value floats = use.node->Output(0);
     for (const Graph::Use& other : graph.Uses(floats)) rounding.readers.push_back({other, use.node});
     if (graph.IsOutput(floats)) rounding.last.push_back(use.node);
   }
-  if (!quantizes && rounding.ends.empty()) return;  // the pair would have no float value
   if (rounding.readers.empty() && rounding.last.empty()) return;
-  rounding.is_alone = rounding.is_alone && rounding.ends.size() == 1;
+  rounding.is_alone =
+      graph.OnlyReader(rounding.Source()) != nullptr && rounding.layers.empty() && rounding.ends.size() == 1;
   qdq_pairs_.push_back(std::move(rounding));
 }
 
@@ -162,14 +99,9 @@ void QdqPairs::LookAbove(const Graph& graph, QdqPair& rounding, ClippedRanges& c
     if (found == clipped_ranges.end() || found->second) rounding.state = QdqPair::State::kClipped;
     return;
   }
-  const auto find_unrounded = [&](Value value) -> std::optional<Unrounded> {
-    const QdqPair* const other = Of(value);
-    if (other == nullptr) return std::nullopt;
-    return Unrounded{other->floats, other->range.BeginsAtZero()};
-  };
   // Values in two branches may have the same name. Then both are clipped if one of them must be.
   bool& is_clipped = clipped_ranges[name];
-  is_clipped = is_clipped || rounding.floats == nullptr || !IsNeverNegative(graph, rounding.floats, find_unrounded);
+  is_clipped = is_clipped || rounding.floats == nullptr || !match::IsNeverNegative(graph, rounding.floats);
   if (is_clipped) rounding.state = QdqPair::State::kClipped;
 }
 
@@ -370,7 +302,7 @@ bool QdqPairs::PlaceInFront(const Graph& graph, const QdqPair& rounding, Groups&
     Copy& copy = group->copies.emplace_back();
     copy.from = graph.Seen(rounding.floats);
     copy.to = end->Output(0);
-    if (is_clipped) copy.bounds = rounding.RangeBounds();
+    if (is_clipped) copy.bounds = rounding.range.FromZero();
   }
   return true;
 }
@@ -416,7 +348,7 @@ bool QdqPairs::PlaceBehind(const Graph& graph, const QdqPair& rounding, Groups& 
     if (graph.Seen(step.y) != graph.Seen(rounding.Source()) || step.y_bounds || (is_clipped && step.attention))
       continue;
     step.y = rounding.ends.front()->Output(0);
-    if (is_clipped) step.y_bounds = rounding.RangeBounds();
+    if (is_clipped) step.y_bounds = rounding.range.FromZero();
     groups.Add(*group, rounding);
     return true;
   }

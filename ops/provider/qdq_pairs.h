@@ -6,9 +6,9 @@
 // removed: the consumers of a DequantizeLinear see the floats before the pair. A range that begins at 0 remains as
 // bounds, because it may replace a Relu that ONNX Runtime's quantizer has removed.
 //
-// The rules are those of graph_passes/find/qdq_pairs.py and stored_int8.py. The graph pass removes all pairs of a
-// model. Here only pairs inside one group are removed, because Compile sees nothing else; other pairs stay. Consumers
-// outside the group get the floats from the group.
+// match/ranges.h finds the pairs. The graph pass removes all pairs of a model. Here only pairs inside one group are
+// removed, because Compile sees nothing else; other pairs stay. Consumers outside the group get the floats from the
+// group.
 #pragma once
 
 #include <deque>
@@ -16,26 +16,14 @@
 #include <unordered_map>
 #include <vector>
 
+#include "match/ranges.h"
 #include "provider/ort_graph.h"
 
 namespace ortolan::provider {
 
-// A quantization range: the code q represents the value scale (q - zero_point).
-struct FixedRange {
-  float scale = 0;
-  int zero_point = 0;
-  ElementType type = ElementType::kUndefined;  // of q
+using match::Bounds;
 
-  bool operator==(const FixedRange&) const = default;
-  bool BeginsAtZero() const;
-};
-
-struct Bounds {
-  float least = 0;
-  float most = 0;
-};
-
-struct QdqPair {
+struct QdqPair : match::QdqPair {
   // A consumer of the codes, or of a DequantizeLinear's output.
   struct Reader {
     Graph::Use use;
@@ -47,25 +35,15 @@ struct QdqPair {
     kStays,
   };
 
-  const Node* maker = nullptr;    // computes the codes: a QuantizeLinear or a layer
-  Value floats = nullptr;         // input of the QuantizeLinear; null if a layer computes the codes
-  std::vector<const Node*> ends;  // the DequantizeLinear nodes
   std::vector<const Node*> last;  // those of `ends` that compute outputs of the graph
   std::vector<Reader> readers;
   bool is_alone = false;  // it has one DequantizeLinear, and its source has no other consumer
-  FixedRange range;
   State state = State::kGone;
   std::string reason;  // why it stays in the graph
 
-  Bounds RangeBounds() const;
   // Return the value before the pair: the floats, or the codes that a layer outputs.
   Value Source() const { return floats != nullptr ? floats : maker->Output(0); }
 };
-
-// Read a range from the scale and zero point inputs of a node; nullopt unless it is an 8-bit range with a constant
-// positive scale. kind: type of the codes if there is no zero point.
-std::optional<FixedRange> RangeAt(const Graph& graph, const Node& node, size_t scale, size_t zero_point,
-                                  ElementType kind);
 
 struct Claims;
 

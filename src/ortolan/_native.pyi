@@ -21,23 +21,30 @@ class CpuInfo(TypedDict):
 def cpu_info() -> CpuInfo:
     """Return the CPU and its instruction sets, as described in `ortolan.cpu_info`."""
 
-MOST_FORMULA_NODES: int
 LEAST_ZERO_BLOCKS: float  # VNNISpMM beats dense int8 from this fraction of zero 4x1 blocks
 
-def find_activation(
-    nodes: list[tuple[str, list[int], int]], values: list[tuple[float | None, bool]]
-) -> tuple[int, list[int]]:
-    """Find the activation function of value 0 that the nodes compute (ops/epilogue/formula.h).
+def find_epilogue(
+    graph: Graph, output: Any, factors: list[Any], columns: int, may_take: Callable[[Any], bool]
+) -> tuple[int, Any, tuple[Any, int] | None, tuple[Any, Any, float, list[Any]] | None, list[Any]]:
+    """Return activation, factor, residual (node, input), norm and nodes of a layer's epilogue (ops/match/epilogue.h).
 
     Args:
-        nodes: operator, inputs and output of each node in the ONNX domain; input -1 is not among the values.
-        values: for each value, its scalar constant or None, and whether nodes outside of `nodes` read it.
+        graph: the graph.
+        output: the layer's output [..., columns].
+        factors: values that may multiply the output.
+        columns: the length of the output's last axis.
+        may_take: whether a node may be part of the epilogue.
+    """
+
+def find_norms(graph: Graph) -> list[tuple[tuple[Any, Any, float, list[Any]], list[Any], list[Any]]]:
+    """Return each float32 norm (weight, bias, epsilon, nodes), the operands that it adds, and the Adds, last one first."""
+
+def find_qdq_pairs(graph: Graph) -> list[tuple[Any, str | None, list[Any], list[Any], tuple[float, float] | None]]:
+    """Return the quantizations of activations to fixed 8-bit ranges (ops/match/ranges.h).
 
     Returns:
-        The number of the activation (0: no match) and the indices of its nodes.
-
-    Raises:
-        ValueError: a node refers to a value that does not exist.
+        For each: the QuantizeLinear, why it cannot be removed or None, nodes that move the codes, DequantizeLinear
+        nodes, and bounds to clip to or None.
     """
 
 class Graph:
@@ -51,12 +58,6 @@ class Graph:
         read: Callable[[Any], tuple[int, list[int], Any] | None],
     ) -> None:
         """Make the graph; src/match_bindings.cc describes the tuples. `read` returns the tensor of a constant."""
-    def linears(self) -> list[Linear | tuple[Any, str, bool]]:
-        """Return the linear layers of the graph and its subgraphs, unsorted.
-
-        For similar nodes: (node, reason, whether the operator or the form of its weight is the reason).
-        """
-
 class Linear:
     """A linear layer and its weight as stored: ops/match/linear.h."""
 
@@ -86,6 +87,12 @@ class Linear:
     why_not_kept: str | None
     def scales_of_columns(self, divided: bool = True) -> NDArray[np.float32]: ...
     def zero_points_of_columns(self) -> NDArray[np.int16]: ...
+
+def find_linears(graph: Graph) -> list[Linear | tuple[Any, str, bool]]:
+    """Return the linear layers of the graph and its subgraphs, unsorted.
+
+    For similar nodes: (node, reason, whether the operator or the form of its weight is the reason).
+    """
 
 class Sum:
     """A sum of symbolic dimensions with factors, and a number."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 from scipy.special import erf
 
-from ortolan.graph_passes.find.epilogue import Activation, Epilogue, find_epilogue
+from ortolan.graph_passes.find.epilogue import Activation, Epilogue, Epilogues
 from ortolan.graph_passes.find.linear import linears_in
 from ortolan.models import tiny
 
@@ -120,7 +120,7 @@ FORMS += [pytest.param(form, kind, id=name) for name, (form, kind) in OPERATORS.
 def find(model: onnx.ModelProto | ir.Model) -> Epilogue:
     """Return the epilogue of the model's first layer."""
     loaded = ir.from_proto(model) if isinstance(model, onnx.ModelProto) else model
-    return find_epilogue(next(linears_in(loaded)).output)
+    return Epilogues().of(next(linears_in(loaded)))
 
 
 def finds_nothing(model: onnx.ModelProto) -> bool:
@@ -451,13 +451,14 @@ def test_of_the_sum_of_two_layers_one_takes_the_addition():
     weights = {"W": random_weight(K, N), "V": random_weight(K, N, seed=1)}
     model = ir.from_proto(make_model(nodes, {"x": (FLOAT, ["batch", K])}, {"z": (FLOAT, ["batch", N])}, weights))
     first, second = linears_in(model)
-    assert find_epilogue(first.output).output is find_epilogue(second.output).output
+    epilogues = Epilogues()
+    assert epilogues.of(first).output is epilogues.of(second).output
 
-    epilogue = find_epilogue(first.output)
+    epilogue = epilogues.of(first)
     assert epilogue.activation == Activation.RELU
     assert epilogue.residual is not None and epilogue.residual.name == "a2"
     fused = replace(epilogue, first.node)
-    epilogue = find_epilogue(second.output)
+    epilogue = epilogues.of(second)
     assert (epilogue.activation, epilogue.residual, epilogue.output.name) == (Activation.SILU, None, "a2")
     also_fused = replace(epilogue, second.node)
     assert list(model.graph) == [also_fused, fused] and fused.inputs[2] is also_fused.outputs[0]
@@ -471,8 +472,9 @@ def count(model: ir.Model) -> tuple[Counter[str], Counter[str]]:
     """
     activations: Counter[str] = Counter()
     residuals: Counter[str] = Counter()
+    epilogues = Epilogues()
     for linear in list(linears_in(model)):
-        epilogue = find_epilogue(linear.output)
+        epilogue = epilogues.of(linear)
         module = linear.name.split("/")[-2]
         if module == "dense":
             module = "/".join(linear.name.split("/")[3:-1])

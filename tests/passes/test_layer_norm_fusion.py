@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from ortolan import OptimizationReport, Recipe
-from ortolan.graph_passes.find.epilogue import Activation, Epilogue, find_epilogue
-from ortolan.graph_passes.find.layer_norm import add_layer_norm
+from ortolan.graph_passes.find.epilogue import Activation, Epilogue, Epilogues
 from ortolan.graph_passes.find.linear import linears_in
 from ortolan.models import tiny
 
@@ -119,8 +118,7 @@ all_forms = pytest.mark.parametrize("form", FORMS)
 
 def find(model: onnx.ModelProto) -> Epilogue:
     """Return the epilogue of the model's first layer."""
-    linear = next(linears_in(ir.from_proto(model)))
-    return add_layer_norm(find_epilogue(linear.output), linear.n)
+    return Epilogues().of(next(linears_in(ir.from_proto(model))))
 
 
 def normalized(x: np.ndarray, epsilon: float = EPSILON, bias: bool = True) -> np.ndarray:
@@ -160,7 +158,7 @@ def test_every_form_is_found(form: Form, opset: int, residual: bool) -> None:
 def test_the_default_epsilon() -> None:
     w = Writer()
     found = find(w.model(w.node("LayerNormalization", "y", "gamma", "beta")))
-    assert found.norm is not None and found.norm.epsilon == 1e-5
+    assert found.norm is not None and found.norm.epsilon == np.float32(1e-5)
 
 
 def test_behind_an_activation() -> None:
@@ -266,7 +264,7 @@ def test_operators_of_other_domains_are_refused(form: Form) -> None:
     for node in list(model.graph)[1:]:
         node.domain = "com.example"
         linear = next(linears_in(model))
-        found = add_layer_norm(find_epilogue(linear.output), linear.n).norm
+        found = Epilogues().of(linear).norm
         # If only that Add has an unknown domain, the norm is found without bias.
         assert found is None or node.op_type == "Add", node.op_type
         assert found is None or found.bias is None

@@ -23,7 +23,7 @@ from ..ops.single_node import assert_same_bits
 from ..passes.int8_layers import adopt
 from ..passes.small_models import make_model, op_types, run
 from ..passes.test_fuse_norm import CONSTANTS as PASS_CONSTANTS
-from ..passes.test_fuse_norm import FEEDS, LEFT_ALONE, SHAPES, SUMS, N, norm
+from ..passes.test_fuse_norm import FEEDS, LEFT_ALONE, SHAPES, SUMS, N, formula, norm
 from ..passes.test_fuse_norm import node as op
 from .context_records import NORM, steps
 from .nbits_models import NBits
@@ -34,8 +34,9 @@ from .test_context import check_round_trip, compile_model, compiled_session, mut
 pytestmark = needs_provider
 
 FLOAT = TensorProto.FLOAT
-LAYER = NBits(N, 20, 32)
+LAYER, FIRST = NBits(N, 20, 32), NBits(N, N, 32)
 CONSTANTS = {
+    **{f"first.{name}": array for name, array in FIRST.tensors.items()},
     **PASS_CONSTANTS,
     "table": np.random.default_rng(8).standard_normal((5, N)).astype(np.float32),
     "W": np.random.default_rng(3).standard_normal((N, 20)).astype(np.float32),
@@ -95,10 +96,23 @@ def test_sums_that_nothing_else_reads_become_part(name: str, threads: int) -> No
 
 
 def test_what_is_written_out_in_nodes() -> None:
-    """ONNX Runtime fuses the nodes of the formula to LayerNormalization first, but not if there is no bias."""
+    """ONNX Runtime fuses the nodes of the formula to LayerNormalization first, unless there is no bias."""
     taken = as_optimized(model_of(SUMS["a formula"][0], opset=17))
     assert "s" in taken and any("LayerNormFusion" in one for one in taken)
-    assert claimed(provider_session(model_of(SUMS["a formula without bias"][0], opset=17))) == ["linear"]
+    nodes = SUMS["a formula without bias"][0]
+    assert set(as_optimized(model_of(nodes, opset=17))) == {*(one.name for one in nodes), "linear"}
+
+
+def test_the_formula_after_a_layer_becomes_part_of_it() -> None:
+    nodes = [FIRST.node("x", "f", prefix="first."), op("Add", "f t", "s"), *formula(bias=False)]
+    model = model_of(nodes, opset=17)
+    model.graph.node[0].name = "first"
+    session, optimized = provider_session(model), adopt(model).model
+    assert set(claimed(session)) == {one.name for one in model.graph.node}
+    assert len(op_types(optimized)) == 2
+    feeds = feeds_of(model)
+    for y, expected in zip(session.run(None, feeds), run(optimized, feeds, library=True), strict=True):
+        assert_same_bits(y, expected)
 
 
 def test_against_the_kernel_and_the_exact_formula() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from ...find.epilogue import Epilogues
 from ...find.linear import Linear
 from ...operators.hidden import Mlp, find_mlps
 from ...operators.joined import Halves, PackedQkv, can_join, find_gated, find_halves, find_packed_qkv
@@ -24,8 +25,9 @@ class Joins:
     def __init__(self, model: ir.Model, linears: Sequence[Linear], context: PassContext, rule: ReplaceRule) -> None:
         self.mlps: dict[Linear, Mlp] = {}  # by their first layer
         self.packed_qkv: dict[Linear, PackedQkv] = {}  # by each of the three layers
+        self.epilogues = Epilogues()
         self._fuses = rule.fuses
-        self._ups = find_gated(linears) if rule.fuses else {}  # by the gate
+        self._ups = find_gated(linears, self.epilogues) if rule.fuses else {}  # by the gate
         self._gates = {up: gate for gate, up in self._ups.items()}
         if rule.fuses and context.plan.records_ranges and rule.replacement.takes_ranges:
             free = [linear for linear in linears if linear not in self._ups and linear not in self._gates]
@@ -44,7 +46,7 @@ class Joins:
 
     def halves_of(self, linear: Linear) -> Halves | None:
         """Return the halves of a layer that is a gated pair, or None."""
-        return find_halves(linear) if self._fuses else None
+        return find_halves(linear, self.epilogues) if self._fuses else None
 
     def can_join(self, linears: Sequence[Linear]) -> bool:
         """Return True if one operator can hold the weights of these layers."""

@@ -14,8 +14,7 @@ import onnx_ir as ir
 from ortolan.errors import NothingToReplaceError
 from ortolan.progress import Stage
 
-from ...find.epilogue import Activation, Epilogue, describe_epilogue, find_epilogue
-from ...find.layer_norm import add_layer_norm
+from ...find.epilogue import Activation, Epilogue, describe_epilogue
 from ...find.linear import Linear
 from ...find.quantized_forms import fold_back
 from ...find.stored_int4 import StoredInt4, rounds_inputs
@@ -155,14 +154,14 @@ class ReplacePass(RecipePass):
         if weight is None:
             return False
         if context.dry_run:
-            self._mark([mlp.hidden], _between(mlp))
+            self._mark([mlp.hidden], self._between(mlp))
             self._put([mlp.layer], weight)
             return True
         table = make_byte_table(mlp, context.layers.activations, self._model.opset_imports)
         if isinstance(table, str):
             note_apart(context, {mlp.hidden: table})
             return False
-        self._mark([mlp.hidden], _between(mlp))
+        self._mark([mlp.hidden], self._between(mlp))
         weight = dataclasses.replace(weight, x_range=table.y)
         self._put([mlp.layer], weight, HiddenLayer(mlp, hidden_weight, table))
         return True
@@ -184,9 +183,7 @@ class ReplacePass(RecipePass):
             epilogue = Epilogue(Activation.NONE, None, (), linears[0].output)
             self._mark(linears, ["key", "value"], ["into the query"])
         else:
-            epilogue = (
-                self._epilogue(*linears) if halves is None else add_layer_norm(halves.epilogue, linears[0].n // 2)
-            )
+            epilogue = self._epilogue(*linears) if halves is None else halves.epilogue
             assert len(linears) == 1 or epilogue.factor is not None
             gated, norm = epilogue.factor is not None, epilogue.norm is not None
             fused = describe_epilogue(epilogue.activation, epilogue.residual, gated, norm)
@@ -219,13 +216,12 @@ class ReplacePass(RecipePass):
 
     def _epilogue(self, linear: Linear, *factors: Linear) -> Epilogue:
         """Return the operators after the layer that the operator also computes, in float32."""
-        if not self._rule.fuses or linear.dtype != ir.DataType.FLOAT:
+        if not self._rule.fuses:
             return Epilogue(Activation.NONE, None, (), linear.output)
-        return add_layer_norm(find_epilogue(linear.output, [factor.output for factor in factors]), linear.n)
+        return self._joins.epilogues.of(linear, *factors)
 
-
-def _between(mlp: Mlp) -> list[str]:
-    """Return the activation's name, or the names of its operators, for the report."""
-    found = find_epilogue(mlp.hidden.output)
-    named = found.activation != Activation.NONE and found.output is mlp.layer.x and found.residual is None
-    return [found.activation.name.lower()] if named else mlp.between.operators
+    def _between(self, mlp: Mlp) -> list[str]:
+        """Return the activation's name, or the names of its operators, for the report."""
+        found = self._joins.epilogues.of(mlp.hidden)
+        named = found.activation != Activation.NONE and found.output is mlp.layer.x and found.residual is None
+        return [found.activation.name.lower()] if named else mlp.between.operators
