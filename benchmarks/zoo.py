@@ -31,7 +31,6 @@ from ..errors import OrtolanError
 from ..models.zoo import ARCHITECTURES, BASE, SMALL, Architecture, Size, export, find_architecture
 from ..optimize import optimize_onnx
 from ..progress import Progress, no_progress
-from ..provider import has_provider
 from ..provider import session_options as provider_options
 from .encoder import silent_root_logger
 from .result import BenchOptions, BenchResult, BenchRow
@@ -159,7 +158,7 @@ def _rows(
         with pinned(threads):
             sessions = {kind: create_session(path, session_options(threads)) for kind, path in paths.items()}
             del sessions["bf16"]
-            if INT8 in paths and has_provider():
+            if INT8 in paths:
                 with_provider = provider_options()
                 with_provider.intra_op_num_threads = threads
                 sessions[_PROVIDER] = ort.InferenceSession(paths[INT8], with_provider)

@@ -1,5 +1,4 @@
-// The domain of the operators, for RegisterCustomOps and the execution provider. Includes no header of ONNX Runtime,
-// because the two are built with different versions.
+// The domain of the operators, for RegisterCustomOps and the execution provider.
 #pragma once
 
 struct OrtApiBase;

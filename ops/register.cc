@@ -10,29 +10,30 @@ namespace {
 
 // ONNX Runtime keeps pointers to the domain and its operators as long as any session lives.
 const OrtCustomOpDomain* Domain() {
-  static const Ort::CustomOpDomain domain = [] {
-    Ort::CustomOpDomain made(kDomain);
-#define ORTOLAN_OPERATOR(op_type, folder) made.Add(op_type##Op());
-#define ORTOLAN_VARIANT(name) made.Add(name##Op());
+  static const auto domain = [] {
+    auto made = Make<&OrtApi::ReleaseCustomOpDomain>(Api(), Api().CreateCustomOpDomain, kDomain);
+    const auto add = [&](const OrtCustomOp* op) { Check(Api(), Api().CustomOpDomain_Add(made.get(), op)); };
+#define ORTOLAN_OPERATOR(op_type, folder) add(op_type##Op());
+#define ORTOLAN_VARIANT(name) add(name##Op());
 #include "operators.inc"
 #undef ORTOLAN_VARIANT
 #undef ORTOLAN_OPERATOR
     return made;
   }();
-  return domain;
+  return domain.get();
 }
 
 }  // namespace
 
 OrtStatus* FindCustomOps(const OrtApiBase* base, const OrtCustomOpDomain** domain) {
-  const OrtApi* api = base->GetApi(ORT_API_VERSION);
+  const OrtApi* const api = base->GetApi(kOperatorApi);
   if (api == nullptr) {
     const std::string text = ErrorText("this ONNX Runtime is version ", base->GetVersionString(), ", Ortolan needs 1.",
-                                       ORT_API_VERSION, " or later. Upgrade onnxruntime.");
+                                       kOperatorApi, " or later. Upgrade onnxruntime.");
     return base->GetApi(1)->CreateStatus(ORT_FAIL, text.c_str());
   }
-  Ort::InitApi(api);
-  return Guarded([&] {
+  SetApi(*api);
+  return Guarded(*api, [&] {
     if (!IsaProblem().empty()) throw OpError(IsaProblem());
     *domain = Domain();
   });
@@ -45,5 +46,5 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL Regist
   const OrtCustomOpDomain* domain = nullptr;
   OrtStatus* const status = ortolan::FindCustomOps(base, &domain);
   if (status != nullptr) return status;
-  return Ort::GetApi().AddCustomOpDomain(options, const_cast<OrtCustomOpDomain*>(domain));
+  return ortolan::Api().AddCustomOpDomain(options, const_cast<OrtCustomOpDomain*>(domain));
 }

@@ -202,7 +202,7 @@ class Replacement(abc.ABC):
         """Add neutral constants for inputs that nodes of the operator lack but must have.
 
         An ONNX function cannot test whether an input is present. So if one node of a model has an input, all nodes must
-        have it. ONNX Runtime up to 1.21 also crashes if an input before the last one is missing. new_name makes unique
+        have it. ONNX Runtime up to 1.23 also crashes if an input before the last one is missing. new_name makes unique
         names.
         """
 

@@ -47,16 +47,16 @@ class Kernel {
     }
   }
 
-  void Compute(Ort::KernelContext& context, Host& host) const {
+  void Compute(KernelContext& context, Host& host) const {
     constexpr const char* kNames[] = {"X", "addend", "second_addend"};
     std::vector<SumOperand> operands;
     for (size_t index = kX; index < kOperands; ++index) {
       if (!is_given_[index]) continue;
-      const Ort::ConstValue value = context.GetInput(index);
-      operands.push_back({kNames[index], constants_[index].In(value), value.GetTensorTypeAndShapeInfo().GetShape()});
+      const Tensor value = context.Input(index);
+      operands.push_back({kNames[index], constants_[index].In(value), value.Shape()});
     }
     const std::vector<int64_t> shape = plan_->Shape(operands, node_);
-    plan_->Run(host, operands, shape, context.GetOutput(0, shape).GetTensorMutableData<float>());
+    plan_->Run(host, operands, shape, context.Output<float>(0, shape));
   }
 
  private:

@@ -74,8 +74,12 @@ struct Row {
 };
 
 constexpr Row kRows[] = {
-#define ORTOLAN_TUNING(name, vendor, family, model, needs, l1, l2, distances, costs) \
-  {vendor, family, model, feature_set::needs, {name, l1 * kKiB, l2 * kKiB, distances, costs, kPieceMacs}},
+#define ORTOLAN_TUNING(name, vendor, family, model, needs, l1, l2, distances, weights) \
+  {vendor,                                                                             \
+   family,                                                                             \
+   model,                                                                              \
+   feature_set::needs,                                                                 \
+   {name, l1 * kKiB, l2 * kKiB, distances, kZen5Costs, kPieceMacs, {weights}}},
 #include "isa/tuning.inc"
 #undef ORTOLAN_TUNING
 };
@@ -96,16 +100,24 @@ Tuning FindRow() {
     if (row.Fits(cpu, DetectedFeatures())) return row.tuning;
   }
   const int64_t l1_bytes = CacheBytes(1, 32 * kKiB);
-  return {"unknown",  l1_bytes,  CacheBytes(2, 256 * kKiB), Borrowed(kZen5Distances, l1_bytes / kKiB),
-          kZen5Costs, kPieceMacs};
+  return {"unknown",  l1_bytes, CacheBytes(2, 256 * kKiB), Borrowed(kZen5Distances, l1_bytes / kKiB), kZen5Costs,
+          kPieceMacs, {}};
 }
 
-// Tuning follows the detected CPU, not ORTOLAN_ISA, except for most_panel_rows, which depends on the features kernels
-// may use. fast_dot_bf16 depends on the vendor alone, so tuning.inc does not list it.
+// Tuning follows the detected CPU, not ORTOLAN_ISA, except for most_panel_rows and the claims' limits on int8 layers
+// and caches, which depend on the features kernels may use. fast_dot_bf16 depends on the vendor alone, so tuning.inc
+// does not list it.
 Tuning FindTuning() {
   Tuning tuning = FindRow();
   // A dense product by panels beats ONNX Runtime's only with 512-bit vectors.
   if (!ActiveFeatures().Has(feature_set::avx512bw)) tuning.masked.most_panel_rows = 0;
+  // From 80 % zero blocks on, VNNISpMM is not slower than ONNX Runtime's int8 layers with one row, although those need
+  // no VNNI (vnni_spmm/README.md). Without AVX2 nothing was measured, so no int8 layer and no cache is claimed.
+  const bool has_avx2 = ActiveFeatures().Has(feature_set::avx2);
+  if (!ActiveFeatures().Has(feature_set::avx512vnni) && !ActiveFeatures().Has(feature_set::avxvnni)) {
+    tuning.claims.int8_zero_blocks = has_avx2 ? 0.8 : 2.0;
+  }
+  tuning.claims.cached_attention = has_avx2;
   // Measured on Granite Rapids and assumed for other Intel CPUs; see nomad_attention/README.md.
   tuning.fast_dot_bf16 = DetectedModel().vendor != std::string_view("GenuineIntel");
   return tuning;

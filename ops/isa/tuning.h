@@ -37,13 +37,22 @@ struct MaskedMatMulCosts {
   int64_t most_panel_rows;  // up to this many rows of A, a dense product by panels beats packing B; 0: never
 };
 
+// Limits below which ONNX Runtime's own operators are faster, so that the execution provider leaves nodes to them
+// (provider/claim_policy.h). Where nothing was measured there is no limit.
+struct ClaimLimits {
+  int64_t float_weights = 0;      // weights of a float layer that would become bf16 or int8
+  double int8_zero_blocks = 0.0;  // fraction of zero blocks of an int8 layer; above 1: ONNX Runtime is always faster
+  bool cached_attention = true;   // attention with a KV cache is faster
+};
+
 struct Tuning {
   const char* microarchitecture;
   int64_t l1_bytes;  // level-1 data cache per core
   int64_t l2_bytes;  // level-2 cache per core
   PrefetchDistances ahead;
   MaskedMatMulCosts masked;
-  int64_t piece_macs;         // multiply-adds below which handing work to another thread does not pay
+  int64_t piece_macs;  // multiply-adds below which handing work to another thread does not pay
+  ClaimLimits claims;
   bool fast_dot_bf16 = true;  // vdpbf16ps, if present, beats two fused multiply-adds, which give the same bits
 };
 

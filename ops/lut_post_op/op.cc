@@ -50,12 +50,11 @@ class Kernel {
     run_ = SelectKernel(LutKernels(), ActiveFeatures()).For(kXBytes, entry_bytes_);
   }
 
-  void Compute(Ort::KernelContext& context, Host& host) const {
-    const Ort::ConstValue x = context.GetInput(kX);
-    const Ort::TensorTypeAndShapeInfo type_and_shape = x.GetTensorTypeAndShapeInfo();
-    const int64_t count = static_cast<int64_t>(type_and_shape.GetElementCount());
-    const char* from = static_cast<const char*>(x.GetTensorRawData());
-    char* to = static_cast<char*>(context.GetOutput(0, type_and_shape.GetShape()).GetTensorMutableRawData());
+  void Compute(KernelContext& context, Host& host) const {
+    const Tensor x = context.Input(kX);
+    const int64_t count = x.Count();
+    const char* from = x.Data<char>();
+    char* to = context.Output(0, x.Shape());
     const int64_t chunk = kChunkBytes / (kXBytes + entry_bytes_);
     host.ParallelFor((count + chunk - 1) / chunk, [&](int64_t i) {
       const int64_t begin = i * chunk;

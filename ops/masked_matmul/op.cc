@@ -57,16 +57,17 @@ class Kernel {
     plan_ = MaskedMatMulPlan(kernel, ActiveTuning().masked, std::move(known));
     const char* names[] = {"T"};
     const ONNXTensorElementDataType types[] = {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT};
-    dense_ = Ort::Op::Create(&info, "MatMul", "", 13, names, types, 1, nullptr, 0, 2, 1);
+    dense_ =
+        Make<&OrtApi::ReleaseOp>(Api(), Api().CreateOp, &info, "MatMul", "", 13, names, types, 1, nullptr, 0, 2, 1);
   }
 
-  void Compute(Ort::KernelContext& context, Host& host) {
+  void Compute(KernelContext& context, Host& host) {
     CallMemory memory(host);
-    const Ort::ConstValue a = context.GetInput(kA);
-    const Ort::ConstValue b = context.GetInput(kB);
-    const Shape a_shape = a.GetTensorTypeAndShapeInfo().GetShape();
-    const Shape b_shape = b.GetTensorTypeAndShapeInfo().GetShape();
-    const ONNXTensorElementDataType b_type = b.GetTensorTypeAndShapeInfo().GetElementType();
+    const Tensor a = context.Input(kA);
+    const Tensor b = context.Input(kB);
+    const Shape a_shape = a.Shape();
+    const Shape b_shape = b.Shape();
+    const ONNXTensorElementDataType b_type = b.Type();
     if (b_type != weight_type_ &&
         !(weight_type_ == ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED && b_type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT)) {
       throw OpError(ErrorText(node_, ": B is neither float nor an initializer, expected one of the two"));
@@ -79,7 +80,7 @@ class Kernel {
       throw OpError(ErrorText(node_, ": A has shape ", ShapeText(a_shape),
                               ", its last dimension is too large, expected less than 2^31"));
     }
-    float* y = context.GetOutput(0, y_shape).GetTensorMutableData<float>();
+    float* y = context.Output<float>(0, y_shape);
     if (y_count == 0) return;
     if (size.k == 0) {
       std::fill_n(y, y_count, 0.0f);
@@ -200,54 +201,48 @@ class Kernel {
     return *y;
   }
 
-  static Ort::ConstValue OptionalInput(const Ort::KernelContext& context, size_t index) {
-    return index < context.GetInputCount() ? context.GetInput(index) : Ort::ConstValue{};
-  }
-
   // Read as bytes: a file may hold any byte, but a bool must be 0 or 1.
-  static const uint8_t* BytesOf(const Ort::ConstValue& mask) {
-    return static_cast<const uint8_t*>(mask.GetTensorRawData());
-  }
+  static const uint8_t* BytesOf(const Tensor& mask) { return mask.Data<uint8_t>(); }
 
-  static bool IsOneTrue(const Ort::ConstValue& mask) {
-    return mask.GetTensorTypeAndShapeInfo().GetElementCount() == 1 && *BytesOf(mask) != 0;
-  }
+  static bool IsOneTrue(const Tensor& mask) { return mask.Count() == 1 && *BytesOf(mask) != 0; }
 
-  void CheckNoMask(const Ort::KernelContext& context, size_t index) const {
-    const Ort::ConstValue mask = OptionalInput(context, index);
+  void CheckNoMask(const KernelContext& context, size_t index) const {
+    const Tensor mask = context.Input(index);
     if (mask && !IsOneTrue(mask)) throw OpError(ErrorText(node_, ": b_mask requires a floating-point B; remove it"));
   }
 
   // Returns the matrix with masked and small elements set to zero: x itself, or a copy.
-  const float* Masked(const Ort::KernelContext& context, CallMemory& memory, const float* x, const Shape& shape,
+  const float* Masked(const KernelContext& context, CallMemory& memory, const float* x, const Shape& shape,
                       size_t index, const char* mask_name, const char* x_name, float threshold) const {
-    Ort::ConstValue mask = OptionalInput(context, index);
+    Tensor mask = context.Input(index);
     Shape strides;
     if (mask) {
-      const Shape mask_shape = mask.GetTensorTypeAndShapeInfo().GetShape();
+      const Shape mask_shape = mask.Shape();
       if (BroadcastShape(shape, mask_shape) != shape) {
         throw OpError(ErrorText(node_, ": ", mask_name, " has shape ", ShapeText(mask_shape),
                                 ", expected a shape that broadcasts to ", x_name, "'s, ", ShapeText(shape)));
       }
-      if (IsOneTrue(mask)) mask = {};
+      if (IsOneTrue(mask)) mask = Tensor();
       strides = BroadcastStrides(mask_shape, shape);
     }
     if (!mask && threshold == 0.0f) return x;
     return MaskedCopy(memory, x, shape, threshold, mask ? BytesOf(mask) : nullptr, strides);
   }
 
-  void MultiplyDense(const Ort::KernelContext& context, const ProductSize& size, const float* a, const float* b,
-                     float* y) {
+  void MultiplyDense(const KernelContext& context, const ProductSize& size, const float* a, const float* b, float* y) {
     const auto [m, k, n] = size;
-    const Ort::MemoryInfo cpu = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeCPU);
+    const OrtApi& ort = Api();
+    const auto cpu = Make<&OrtApi::ReleaseMemoryInfo>(ort, ort.CreateCpuMemoryInfo, OrtDeviceAllocator, OrtMemTypeCPU);
     const auto tensor = [&](const float* data, int64_t rows, int64_t columns) {
       const int64_t shape[] = {rows, columns};
-      return Ort::Value::CreateTensor<float>(cpu, const_cast<float*>(data), static_cast<size_t>(rows * columns), shape,
-                                             2);
+      return Make<&OrtApi::ReleaseValue>(ort, ort.CreateTensorWithDataAsOrtValue, cpu.get(), const_cast<float*>(data),
+                                         static_cast<size_t>(rows * columns) * sizeof(float), shape, 2,
+                                         ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT);
     };
-    const Ort::Value given[] = {tensor(a, m, k), tensor(b, k, n)};
-    Ort::Value answer = tensor(y, m, n);
-    dense_.Invoke(context.GetOrtKernelContext(), given, 2, &answer, 1);
+    const auto left = tensor(a, m, k), right = tensor(b, k, n), answer = tensor(y, m, n);
+    const OrtValue* const given[] = {left.get(), right.get()};
+    OrtValue* const answers[] = {answer.get()};
+    Check(ort, ort.InvokeOp(context.get(), dense_.get(), given, 2, answers, 1));
   }
 
   std::string node_;
@@ -258,7 +253,7 @@ class Kernel {
   AlignedConstant<uint16_t> bf16_b_;
   const void* packed_b_ = nullptr;  // B if it is int8 or bf16
   MaskedMatMulPlan plan_;
-  Ort::Op dense_{nullptr};
+  Owned<&OrtApi::ReleaseOp> dense_;
 };
 
 struct Op : OrtOp<Op, Kernel> {

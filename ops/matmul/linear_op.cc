@@ -38,7 +38,7 @@ ConstantTensor LinearOp::Constant(const OrtKernelInfo& info, const std::string& 
 void LinearOp::MakePlan(const OrtKernelInfo& info, LinearLayer layer) {
   ReadAttributes(info, layer);
   plan_.emplace(layer, ActiveFeatures());
-  x_name_ = Ort::ConstKernelInfo(&info).GetInputName(0);
+  x_name_ = InputName(info, 0);
   x_ = AlignedConstant<float>(info, 0);
   residual_ = AlignedConstant<float>(info, residual_index_);
   has_residual_ = HasInput(info, residual_index_) && !IsConstantZero(info, residual_index_);
@@ -87,24 +87,24 @@ AlignedConstant<float> LinearOp::ReadVector(const OrtKernelInfo& info, const cha
   return AlignedConstant<float>(tensor);
 }
 
-void LinearOp::Compute(Ort::KernelContext& context, Host& host) const {
-  const Ort::ConstValue x = context.GetInput(0);
-  std::vector<int64_t> shape = x.GetTensorTypeAndShapeInfo().GetShape();
+void LinearOp::Compute(KernelContext& context, Host& host) const {
+  const Tensor x = context.Input(0);
+  std::vector<int64_t> shape = x.Shape();
   LinearCall call;
   call.m = plan_->CountRows(shape, node_, x_name_);
   call.x = x_.In(x);
   call.bias = computes_bias_ ? Bias(context) : bias_.data();
   shape.back() = plan_->layer().Columns();
   if (has_residual_) return AddResidual(context, host, call, shape);
-  call.y = context.GetOutput(0, shape).GetTensorMutableData<float>();
+  call.y = context.Output<float>(0, shape);
   plan_->Run(host, call);
 }
 
 // Y has the shape that X W and the residual broadcast to.
-void LinearOp::AddResidual(Ort::KernelContext& context, Host& host, LinearCall call,
+void LinearOp::AddResidual(KernelContext& context, Host& host, LinearCall call,
                            const std::vector<int64_t>& shape) const {
-  const Ort::ConstValue value = context.GetInput(residual_index_);
-  const Residual residual{residual_.In(value), value.GetTensorTypeAndShapeInfo().GetShape()};
+  const Tensor value = context.Input(residual_index_);
+  const Residual residual{residual_.In(value), value.Shape()};
   const std::optional<std::vector<int64_t>> sum_shape = BroadcastShape(shape, residual.shape);
   if (!sum_shape) {
     throw OpError(ErrorText(node_, ": residual has shape ", ShapeText(residual.shape), ", which does not fit X W of ",
@@ -114,17 +114,17 @@ void LinearOp::AddResidual(Ort::KernelContext& context, Host& host, LinearCall c
     throw OpError(ErrorText(node_, ": residual has shape ", ShapeText(residual.shape), ", expected [..., ",
                             shape.back(), "], as norm_weight has. ", kOptimizeAgain));
   }
-  call.y = context.GetOutput(0, *sum_shape).GetTensorMutableData<float>();
+  call.y = context.Output<float>(0, *sum_shape);
   plan_->RunWithResidual(host, call, shape, residual, *sum_shape);
 }
 
-const float* LinearOp::Bias(const Ort::KernelContext& context) const {
-  const Ort::ConstValue bias = context.GetInput(bias_index_);
-  const std::vector<int64_t> shape = bias.GetTensorTypeAndShapeInfo().GetShape();
+const float* LinearOp::Bias(const KernelContext& context) const {
+  const Tensor bias = context.Input(bias_index_);
+  const std::vector<int64_t> shape = bias.Shape();
   if (shape != std::vector<int64_t>{plan_->layer().w->n}) {
     throw OpError(ErrorText(node_, ": bias has shape ", ShapeText(shape), ", expected [", plan_->layer().w->n, "]"));
   }
-  return bias.GetTensorData<float>();
+  return bias.Data<float>();
 }
 
 void LinearOp::InferShape(OrtShapeInferContext* context, LinearInputs inputs) {

@@ -29,7 +29,7 @@ size_t IndexOf(LinearInputs inputs, const std::string& name);
 
 class LinearOp {
  public:
-  void Compute(Ort::KernelContext& context, Host& host) const;
+  void Compute(KernelContext& context, Host& host) const;
 
   // Give Y the shape of X with another last dimension. The shape stays unknown if a residual may add dimensions by
   // broadcasting. A one-element residual, which replaces a missing one, does not.
@@ -58,8 +58,8 @@ class LinearOp {
   void ReadNorm(const OrtKernelInfo& info, LinearLayer& layer);
   AlignedConstant<float> ReadVector(const OrtKernelInfo& info, const char* name, int64_t n) const;
 
-  const float* Bias(const Ort::KernelContext& context) const;
-  void AddResidual(Ort::KernelContext& context, Host& host, LinearCall call, const std::vector<int64_t>& shape) const;
+  const float* Bias(const KernelContext& context) const;
+  void AddResidual(KernelContext& context, Host& host, LinearCall call, const std::vector<int64_t>& shape) const;
 
   std::string node_;
   LinearInputs inputs_;

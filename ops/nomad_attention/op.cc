@@ -12,7 +12,7 @@
 // PackedNoMADAttention: S and T are the number of kept tokens; query, key and value may also be [B, heads, tokens, D].
 // The score of a token that no query sees is the lowest float.
 //
-// ONNX Runtime up to 1.21 crashes on an omitted input before a given one. So constants may replace omitted inputs: a
+// ONNX Runtime up to 1.23 crashes on an omitted input before a given one. So constants may replace omitted inputs: a
 // float 0 of shape [1] for mask, key, value, cos, sin and past_exact_key, int32 of shape [0] for lengths.
 #include <cmath>
 
@@ -70,7 +70,7 @@ class Kernel {
     }
   }
 
-  void Compute(Ort::KernelContext& context, Host& host) const {
+  void Compute(KernelContext& context, Host& host) const {
     if (cache_) {
       CachedCall call(call_);
       ReadInputs(context, call);
@@ -90,7 +90,7 @@ class Kernel {
     plan_->Run(host, call);
   }
 
-  void RunKept(Ort::KernelContext& context, Host& host, AttentionCall& call) const {
+  void RunKept(KernelContext& context, Host& host, AttentionCall& call) const {
     const KeptTokens kept = ReadKept(context, kKept, node_.text, node_.inputs[kKept]);
     if (kept.tokens > kMaxTokens) {
       throw node_.Error("kept has ", kept.tokens, " tokens a sequence, expected at most ", kMaxTokens);
@@ -129,7 +129,7 @@ class Kernel {
   }
 
   // Reads an input [B, S, heads D] or [B, heads, S, D]; no value if it has another shape.
-  std::optional<Rows> RowsOf(const Ort::KernelContext& context, size_t input, int64_t heads) const {
+  std::optional<Rows> RowsOf(const KernelContext& context, size_t input, int64_t heads) const {
     const Shape shape = ShapeOf(context, input);
     const bool by_heads = shape.size() == 4 && !packed_;
     if (by_heads ? shape[1] != heads || shape[3] < 1 : shape.size() != 3 || shape[2] < 1 || shape[2] % heads != 0) {
@@ -139,8 +139,8 @@ class Kernel {
     if (rows.head_dim > kMostHeadDim) {
       throw node_.Error("head size is ", rows.head_dim, ", expected at most ", kMostHeadDim);
     }
-    const Ort::ConstValue value = context.GetInput(input);
-    if (value.GetTensorTypeAndShapeInfo().GetElementCount() == 0) return rows;  // other sizes may be arbitrarily large
+    const Tensor value = context.Input(input);
+    if (value.Count() == 0) return rows;  // other sizes may be arbitrarily large
     const int64_t bytes = rows.head_dim * kFloat;
     rows.heads = {floats_[input].In(value), heads * rows.count * bytes, by_heads ? rows.count * bytes : bytes,
                   by_heads ? bytes : heads * bytes};
@@ -148,7 +148,7 @@ class Kernel {
   }
 
   // Reads query, key and value, and the sizes that follow from them.
-  void ReadInputs(const Ort::KernelContext& context, AttentionCall& call) const {
+  void ReadInputs(const KernelContext& context, AttentionCall& call) const {
     const int64_t query_heads = packed_ ? call.heads + 2 * call.kv_heads : call.heads;
     const std::optional<Rows> query = RowsOf(context, kQuery, query_heads);
     if (!query) {
@@ -173,7 +173,7 @@ class Kernel {
   }
 
   // Reads key or value; value must match the key. With a cache, both have as many tokens as the query.
-  Rows ReadKeys(const Ort::KernelContext& context, size_t input, const char* meaning, const AttentionCall& call) const {
+  Rows ReadKeys(const KernelContext& context, size_t input, const char* meaning, const AttentionCall& call) const {
     const std::optional<Rows> rows = RowsOf(context, input, call.kv_heads);
     const bool any_count = input == kKey && !cache_;
     if (rows && rows->batch == call.batch && rows->head_dim == call.head_dim &&
@@ -189,23 +189,22 @@ class Kernel {
                     : ErrorText(call.batch, " sequences of ", call.keys, " tokens with ", heads, ", like the key"));
   }
 
-  void Complete(Ort::KernelContext& context, AttentionCall& call) const {
+  void Complete(KernelContext& context, AttentionCall& call) const {
     Complete(context, call, {call.batch, call.heads, call.queries, call.keys});
   }
   // Sets the default scale, the mask, which broadcasts to `full`, and the output.
-  void Complete(Ort::KernelContext& context, AttentionCall& call, const Shape& full) const {
+  void Complete(KernelContext& context, AttentionCall& call, const Shape& full) const {
     if (call.scale == 0) call.scale = 1.0f / std::sqrt(static_cast<float>(call.head_dim));
     if (has_mask_) {
       const Shape shape = ShapeOf(context, kMask);
       if (shape.size() > full.size() || BroadcastShape(full, shape) != full) {
         throw node_.WrongShape(context, kMask, "mask", "a shape that broadcasts to " + ShapeText(full));
       }
-      call.mask.data = floats_[kMask].In(context.GetInput(kMask));
+      call.mask.data = floats_[kMask].In(context.Input(kMask));
       const Shape strides = BroadcastStrides(shape, full);
       std::copy(strides.begin(), strides.end(), call.mask.strides.begin());
     }
-    call.y =
-        context.GetOutput(kY, {call.batch, call.queries, call.heads * call.head_dim}).GetTensorMutableData<float>();
+    call.y = context.Output<float>(kY, {call.batch, call.queries, call.heads * call.head_dim});
   }
 
   AttentionNode node_;

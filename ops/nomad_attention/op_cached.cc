@@ -14,9 +14,8 @@ constexpr int64_t kMaxWidth = int64_t{1} << 16;  // widest u8 cache, in bytes a 
 }  // namespace
 
 AttentionNode::AttentionNode(const OrtKernelInfo& info, const char* op_type) : text(DescribeNode(info, op_type)) {
-  const Ort::ConstKernelInfo names(&info);
-  for (size_t i = 0; i < names.GetInputCount(); ++i) inputs.push_back(names.GetInputName(i));
-  for (size_t i = 0; i < names.GetOutputCount(); ++i) outputs.push_back(names.GetOutputName(i));
+  for (size_t i = 0; i < kInputCount; ++i) inputs.push_back(InputName(info, i));
+  for (size_t i = 0; i < kOutputCount; ++i) outputs.push_back(OutputName(info, i));
 }
 
 bool AttentionNode::Flag(const OrtKernelInfo& info, const char* name) const {
@@ -31,7 +30,7 @@ int64_t AttentionNode::Tokens(const OrtKernelInfo& info, const char* name) const
   throw Error(name, " is ", count, ", expected 0 to ", kMaxTokens, " tokens");
 }
 
-OpError AttentionNode::WrongShape(const Ort::KernelContext& context, size_t input, const char* meaning,
+OpError AttentionNode::WrongShape(const KernelContext& context, size_t input, const char* meaning,
                                   const std::string& expected) const {
   return Error(meaning, " '", inputs[input], "' has shape ", ShapeText(ShapeOf(context, input)), ", expected ",
                expected, ". Feed the model inputs of the shapes it was exported for.");
@@ -41,11 +40,7 @@ CachedAttention::CachedAttention(const OrtKernelInfo& info, const AttentionNode&
   if (!node_.HasInput(kPastValue)) {
     throw node_.Error("past_key is given without past_value, expected both or neither");
   }
-  const Ort::ConstKernelInfo types(&info);
-  const auto is_bytes = [&](size_t input) {
-    return types.GetInputTypeInfo(input).GetTensorTypeAndShapeInfo().GetElementType() ==
-           ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
-  };
+  const auto is_bytes = [&](size_t input) { return InputType(info, input) == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8; };
   form_.int8_values = is_bytes(kPastValue);
   if (is_bytes(kPastKey)) ReadCodebooks(info);
   for (const size_t output : {kPresentKey, kPresentValue}) {
@@ -158,7 +153,7 @@ void CachedAttention::ReadPrompt(const OrtKernelInfo& info) {
                              prompt_value_offsets_);
 }
 
-void CachedAttention::CheckExactKeys(const Ort::KernelContext& context, const AttentionCall& call) const {
+void CachedAttention::CheckExactKeys(const KernelContext& context, const AttentionCall& call) const {
   if (!form_.window.Any()) return;
   const Shape shape = ShapeOf(context, kPastExactKey);
   const Shape expected{call.batch, call.kv_heads, form_.window.Slots(), call.head_dim};
@@ -179,7 +174,7 @@ void CachedAttention::CheckHeadDim(int64_t head_dim) const {
   check(!has_rotary_ || head_dim % 2 == 0, "expected an even size for rotary embedding (cos and sin)");
 }
 
-int64_t CachedAttention::Room(const Ort::KernelContext& context, const AttentionCall& call) const {
+int64_t CachedAttention::Room(const KernelContext& context, const AttentionCall& call) const {
   const Shape key_shape = ShapeOf(context, kPastKey), value_shape = ShapeOf(context, kPastValue);
   // If only keys were u8, rows as wide as those of values would be a mistake.
   const bool one_width =
@@ -211,7 +206,7 @@ int64_t CachedAttention::Room(const Ort::KernelContext& context, const Attention
   return room;
 }
 
-void CachedAttention::ReadLengths(const Ort::KernelContext& context, CachedCall& call) const {
+void CachedAttention::ReadLengths(const KernelContext& context, CachedCall& call) const {
   CheckHeadDim(call.head_dim);
   const int64_t room = Room(context, call);
   CheckExactKeys(context, call);
@@ -223,10 +218,9 @@ void CachedAttention::ReadLengths(const Ort::KernelContext& context, CachedCall&
     call.added.assign(static_cast<size_t>(call.batch), call.queries);
     return;
   }
-  const Ort::ConstValue value = context.GetInput(kLengths);
-  const Ort::TensorTypeAndShapeInfo info = value.GetTensorTypeAndShapeInfo();
-  if (static_cast<int64_t>(info.GetElementCount()) != call.batch) {
-    throw node_.Error("lengths has shape ", ShapeText(info.GetShape()), ", expected [", call.batch,
+  const Tensor value = context.Input(kLengths);
+  if (value.Count() != call.batch) {
+    throw node_.Error("lengths has shape ", ShapeText(value.Shape()), ", expected [", call.batch,
                       "], one element a sequence. Feed the model inputs of the shapes it was exported for.");
   }
   const std::span<const int32_t> lengths(lengths_.In(value), static_cast<size_t>(call.batch));
@@ -235,16 +229,14 @@ void CachedAttention::ReadLengths(const Ort::KernelContext& context, CachedCall&
   if (!problem.empty()) throw node_.Error(problem);
 }
 
-CacheRows CachedAttention::Present(Ort::KernelContext& context, size_t input, size_t output, const CachedCall& call,
+CacheRows CachedAttention::Present(KernelContext& context, size_t input, size_t output, const CachedCall& call,
                                    int64_t row) const {
-  const Ort::ConstValue past = context.GetInput(input);
-  const Ort::TensorTypeAndShapeInfo info = past.GetTensorTypeAndShapeInfo();
-  const int64_t element_bytes = info.GetElementType() == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8 ? 1 : kFloat;
-  const Shape shape = info.GetShape();
+  const Tensor past = context.Input(input);
+  const int64_t element_bytes = past.Type() == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8 ? 1 : kFloat;
+  const Shape shape = past.Shape();
   const int64_t room = shape[2], width = shape[3];
-  Ort::UnownedValue present = context.GetOutput(output, {call.batch, call.kv_heads, call.room, width});
-  const CacheRows cache{static_cast<char*>(present.GetTensorMutableRawData()), row * element_bytes,
-                        call.room * width * element_bytes, static_cast<const char*>(past.GetTensorRawData()),
+  char* const present = context.Output(output, {call.batch, call.kv_heads, call.room, width});
+  const CacheRows cache{present, row * element_bytes, call.room * width * element_bytes, past.Data<char>(),
                         room * width * element_bytes};
   if (cache.past == cache.data && room != call.room && call.room != 0) {
     throw node_.Error("past and present of '", node_.inputs[input], "' share a buffer of ", room, " tokens, expected ",
@@ -253,24 +245,23 @@ CacheRows CachedAttention::Present(Ort::KernelContext& context, size_t input, si
   return cache;
 }
 
-CacheRows CachedAttention::PresentExactKeys(Ort::KernelContext& context, const AttentionCall& call) const {
+CacheRows CachedAttention::PresentExactKeys(KernelContext& context, const AttentionCall& call) const {
   if (!form_.window.Any()) return {};
   const int64_t row_bytes = call.head_dim * kFloat, head_bytes = form_.window.Slots() * row_bytes;
-  Ort::UnownedValue present =
-      context.GetOutput(kPresentExactKey, {call.batch, call.kv_heads, form_.window.Slots(), call.head_dim});
-  return {static_cast<char*>(present.GetTensorMutableRawData()), row_bytes, head_bytes,
-          static_cast<const char*>(context.GetInput(kPastExactKey).GetTensorRawData()), head_bytes};
+  char* const present =
+      context.Output(kPresentExactKey, {call.batch, call.kv_heads, form_.window.Slots(), call.head_dim});
+  return {present, row_bytes, head_bytes, context.Input(kPastExactKey).Data<char>(), head_bytes};
 }
 
-void CachedAttention::ReadRotary(const Ort::KernelContext& context, CachedCall& call) const {
+void CachedAttention::ReadRotary(const KernelContext& context, CachedCall& call) const {
   const Shape shape = ShapeOf(context, kCos), sin_shape = ShapeOf(context, kSin);
   const int64_t half = call.head_dim / 2;
   if (shape.size() != 2 || shape[1] != half || sin_shape != shape) {
     throw node_.Error("cos has shape ", ShapeText(shape), " and sin ", ShapeText(sin_shape), ", expected [positions, ",
                       half, "] for both");
   }
-  call.cos = cos_.In(context.GetInput(kCos));
-  call.sin = sin_.In(context.GetInput(kSin));
+  call.cos = cos_.In(context.Input(kCos));
+  call.sin = sin_.In(context.Input(kSin));
   const int64_t most = form_.prompt.tokens + call.MostTokens();
   if (most > shape[0]) {
     throw node_.Error("longest sequence has ", most, " tokens, but cos and sin have ", shape[0],
@@ -278,7 +269,7 @@ void CachedAttention::ReadRotary(const Ort::KernelContext& context, CachedCall& 
   }
 }
 
-void CachedAttention::Run(Ort::KernelContext& context, Host& host, CachedCall& call) const {
+void CachedAttention::Run(KernelContext& context, Host& host, CachedCall& call) const {
   call.key_cache = Present(context, kPastKey, kPresentKey, call, form_.KeyRow(call.head_dim));
   call.value_cache = Present(context, kPastValue, kPresentValue, call, form_.ValueRow(call.head_dim));
   call.exact_keys = PresentExactKeys(context, call);

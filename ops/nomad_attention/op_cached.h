@@ -76,9 +76,7 @@ enum Output : size_t { kY, kPresentKey, kPresentValue, kPresentExactKey, kOutput
 
 using Shape = std::vector<int64_t>;
 
-inline Shape ShapeOf(const Ort::KernelContext& context, size_t input) {
-  return context.GetInput(input).GetTensorTypeAndShapeInfo().GetShape();
-}
+inline Shape ShapeOf(const KernelContext& context, size_t input) { return context.Input(input).Shape(); }
 
 // The parts of a node that both adapters need, and its error messages.
 struct AttentionNode {
@@ -105,7 +103,7 @@ struct AttentionNode {
   OpError Error(const Parts&... parts) const {
     return OpError(ErrorText(text, ": ", parts...));
   }
-  OpError WrongShape(const Ort::KernelContext& context, size_t input, const char* meaning,
+  OpError WrongShape(const KernelContext& context, size_t input, const char* meaning,
                      const std::string& expected) const;
 };
 
@@ -116,10 +114,10 @@ class CachedAttention {
 
   // Sets past, added, room and keys. Needs all other fields of the call except the mask. Throws OpError, also if the
   // shapes of the past cache do not match the call.
-  void ReadLengths(const Ort::KernelContext& context, CachedCall& call) const;
+  void ReadLengths(const KernelContext& context, CachedCall& call) const;
 
   // Applies rotary embedding, appends and attends. Outputs 1, 2 and 3 are the present cache.
-  void Run(Ort::KernelContext& context, Host& host, CachedCall& call) const;
+  void Run(KernelContext& context, Host& host, CachedCall& call) const;
 
  private:
   // Read and check the node's constants and attributes. Throw OpError.
@@ -134,14 +132,13 @@ class CachedAttention {
   // Throws OpError if the cache format does not support this head size.
   void CheckHeadDim(int64_t head_dim) const;
   // Returns P, the capacity of the past cache in tokens. Throws OpError if a shape does not match the call.
-  int64_t Room(const Ort::KernelContext& context, const AttentionCall& call) const;
+  int64_t Room(const KernelContext& context, const AttentionCall& call) const;
   // Throws OpError if the shape of past_exact_key does not match the call.
-  void CheckExactKeys(const Ort::KernelContext& context, const AttentionCall& call) const;
-  CacheRows Present(Ort::KernelContext& context, size_t input, size_t output, const CachedCall& call,
-                    int64_t row) const;
-  CacheRows PresentExactKeys(Ort::KernelContext& context, const AttentionCall& call) const;
+  void CheckExactKeys(const KernelContext& context, const AttentionCall& call) const;
+  CacheRows Present(KernelContext& context, size_t input, size_t output, const CachedCall& call, int64_t row) const;
+  CacheRows PresentExactKeys(KernelContext& context, const AttentionCall& call) const;
   // Sets cos and sin. Throws OpError if they do not cover all positions.
-  void ReadRotary(const Ort::KernelContext& context, CachedCall& call) const;
+  void ReadRotary(const KernelContext& context, CachedCall& call) const;
 
   AttentionNode node_;
   AlignedConstant<float> codebooks_;

@@ -1,6 +1,7 @@
 #include "ort/ort_op.h"
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 namespace ortolan {
@@ -19,30 +20,83 @@ std::string TypeName(ONNXTensorElementDataType type) {
   return "of another element type";
 }
 
-}  // namespace
+std::atomic<const OrtApi*> api{nullptr};
 
-std::string DescribeNode(const OrtKernelInfo& info, const char* op_type) {
-  return ErrorText(op_type, " node '", Ort::ConstKernelInfo(&info).GetNodeName(), "'");
+// Call a function of the API that writes a text and its size.
+template <typename Function, typename... Args>
+std::string Text(Function* function, Args... args) {
+  size_t size = 0;
+  Check(Api(), function(args..., nullptr, &size));
+  std::string text(size, '\0');
+  Check(Api(), function(args..., text.data(), &size));
+  text.resize(size - 1);  // the terminating 0
+  return text;
 }
 
-bool HasInput(const OrtKernelInfo& info, size_t index) {
-  const Ort::ConstKernelInfo kernel_info(&info);
-  return index < kernel_info.GetInputCount() && !kernel_info.GetInputName(index).empty();
+// Return whether a call succeeded.
+bool IsOk(OrtStatus* status) {
+  if (status != nullptr) Api().ReleaseStatus(status);
+  return status == nullptr;
+}
+
+}  // namespace
+
+const OrtApi& Api() { return *api.load(std::memory_order_relaxed); }
+void SetApi(const OrtApi& found) { api.store(&found, std::memory_order_relaxed); }
+
+int64_t Tensor::Count() const {
+  const OrtApi& ort = Api();
+  const auto info = Make<&OrtApi::ReleaseTensorTypeAndShapeInfo>(ort, ort.GetTensorTypeAndShape, value_);
+  return static_cast<int64_t>(Get<size_t>(ort, ort.GetTensorShapeElementCount, info.get()));
+}
+
+Tensor KernelContext::Input(size_t index) const {
+  const OrtApi& ort = Api();
+  if (index >= Get<size_t>(ort, ort.KernelContext_GetInputCount, context_)) return Tensor();
+  return Tensor(Get<const OrtValue*>(ort, ort.KernelContext_GetInput, context_, index));
+}
+
+void* KernelContext::OutputData(size_t index, const std::vector<int64_t>& shape) {
+  const OrtApi& ort = Api();
+  OrtValue* const output =
+      Get<OrtValue*>(ort, ort.KernelContext_GetOutput, context_, index, shape.data(), shape.size());
+  return Get<void*>(ort, ort.GetTensorMutableData, output);
+}
+
+std::string DescribeNode(const OrtKernelInfo& info, const char* op_type) {
+  return ErrorText(op_type, " node '", Text(Api().KernelInfo_GetNodeName, &info), "'");
+}
+
+std::string InputName(const OrtKernelInfo& info, size_t index) {
+  if (index >= Get<size_t>(Api(), Api().KernelInfo_GetInputCount, &info)) return "";
+  return Text(Api().KernelInfo_GetInputName, &info, index);
+}
+
+std::string OutputName(const OrtKernelInfo& info, size_t index) {
+  if (index >= Get<size_t>(Api(), Api().KernelInfo_GetOutputCount, &info)) return "";
+  return Text(Api().KernelInfo_GetOutputName, &info, index);
+}
+
+ONNXTensorElementDataType InputType(const OrtKernelInfo& info, size_t index) {
+  const OrtApi& ort = Api();
+  const auto type = Make<&OrtApi::ReleaseTypeInfo>(ort, ort.KernelInfo_GetInputTypeInfo, &info, index);
+  const auto* const tensor = Get<const OrtTensorTypeAndShapeInfo*>(ort, ort.CastTypeInfoToTensorInfo, type.get());
+  return Get<ONNXTensorElementDataType>(ort, ort.GetTensorElementType, tensor);
 }
 
 ConstantTensor ConstantOrNone(const OrtKernelInfo& info, size_t index) {
   ConstantTensor tensor;
   if (!HasInput(info, index)) return tensor;
-  const Ort::ConstKernelInfo kernel_info(&info);
-  tensor.name = kernel_info.GetInputName(index);
+  tensor.name = InputName(info, index);
   int is_constant = 0;
-  const Ort::ConstValue value = kernel_info.GetTensorConstantInput(index, &is_constant);
+  const OrtValue* raw = nullptr;
+  Check(Api(), Api().KernelInfoGetConstantInput_tensor(&info, index, &is_constant, &raw));
   if (is_constant == 0) return tensor;
-  const Ort::TensorTypeAndShapeInfo type_and_shape = value.GetTensorTypeAndShapeInfo();
-  tensor.type = type_and_shape.GetElementType();
-  tensor.shape = type_and_shape.GetShape();
-  tensor.count = static_cast<int64_t>(type_and_shape.GetElementCount());
-  tensor.data = value.GetTensorRawData();
+  const Tensor value(raw);
+  tensor.type = value.Type();
+  tensor.shape = value.Shape();
+  tensor.count = value.Count();
+  tensor.data = value.Data();
   return tensor;
 }
 
@@ -99,21 +153,19 @@ void CheckWeight(std::initializer_list<const ConstantTensor*> tensors, const std
 
 int64_t IntAttribute(const OrtKernelInfo& info, const char* name, const std::string& node) {
   int64_t value = 0;
-  const Ort::Status status(Ort::GetApi().KernelInfoGetAttribute_int64(&info, name, &value));
-  if (!status.IsOK()) throw OpError(ErrorText(node, ": the integer attribute '", name, "' is missing"));
+  if (!IsOk(Api().KernelInfoGetAttribute_int64(&info, name, &value)))
+    throw OpError(ErrorText(node, ": the integer attribute '", name, "' is missing"));
   return value;
 }
 
 int64_t IntAttributeOr(const OrtKernelInfo& info, const char* name, int64_t missing) {
   int64_t value = 0;
-  const Ort::Status status(Ort::GetApi().KernelInfoGetAttribute_int64(&info, name, &value));
-  return status.IsOK() ? value : missing;
+  return IsOk(Api().KernelInfoGetAttribute_int64(&info, name, &value)) ? value : missing;
 }
 
 float FloatAttributeOr(const OrtKernelInfo& info, const char* name, float missing) {
   float value = 0;
-  const Ort::Status status(Ort::GetApi().KernelInfoGetAttribute_float(&info, name, &value));
-  return status.IsOK() ? value : missing;
+  return IsOk(Api().KernelInfoGetAttribute_float(&info, name, &value)) ? value : missing;
 }
 
 void CheckFormatVersion(const OrtKernelInfo& info, int64_t expected, const std::string& node) {
@@ -125,9 +177,7 @@ void CheckFormatVersion(const OrtKernelInfo& info, int64_t expected, const std::
 }
 
 bool HasMoreInputs(const OrtShapeInferContext* context, size_t count) {
-  size_t found = 0;
-  Ort::ThrowOnError(Ort::GetApi().ShapeInferContext_GetInputCount(context, &found));
-  return found > count;
+  return Get<size_t>(Api(), Api().ShapeInferContext_GetInputCount, context) > count;
 }
 
 namespace {
@@ -142,18 +192,14 @@ struct KnownTensor {
 KnownTensor KnownInput(const OrtShapeInferContext* context, size_t index) {
   KnownTensor known;
   if (!HasMoreInputs(context, index)) return known;
-  const OrtApi& api = Ort::GetApi();
-  OrtTensorTypeAndShapeInfo* input = nullptr;
-  const Ort::Status status(api.ShapeInferContext_GetInputTypeShape(context, index, &input));  // owned by the context
-  if (!status.IsOK() || input == nullptr) return known;
-  Ort::ThrowOnError(api.GetTensorElementType(input, &known.type));
-  size_t rank = 0;
-  Ort::ThrowOnError(api.GetDimensionsCount(input, &rank));
-  if (rank == 0) return known;  // how ONNX Runtime reports an unknown rank
-  known.dimensions.resize(rank);
-  known.names.resize(rank);
-  Ort::ThrowOnError(api.GetDimensions(input, known.dimensions.data(), rank));
-  Ort::ThrowOnError(api.GetSymbolicDimensions(input, known.names.data(), rank));
+  const OrtApi& ort = Api();
+  OrtTensorTypeAndShapeInfo* input = nullptr;  // owned by the context
+  if (!IsOk(ort.ShapeInferContext_GetInputTypeShape(context, index, &input)) || input == nullptr) return known;
+  known.type = Get<ONNXTensorElementDataType>(ort, ort.GetTensorElementType, input);
+  known.dimensions = DimensionsOf(ort, *input);
+  known.names.resize(known.dimensions.size());
+  if (known.names.empty()) return known;  // how ONNX Runtime reports an unknown rank
+  Check(ort, ort.GetSymbolicDimensions(input, known.names.data(), known.names.size()));
   return known;
 }
 
@@ -165,14 +211,12 @@ void SetOutput(OrtShapeInferContext* context, KnownTensor output) {
     if (output.names[i] == nullptr) output.names[i] = "";
     if (output.dimensions[i] < 0 && *output.names[i] == '\0') return;
   }
-  const OrtApi& api = Ort::GetApi();
-  OrtTensorTypeAndShapeInfo* raw = nullptr;
-  Ort::ThrowOnError(api.CreateTensorTypeAndShapeInfo(&raw));
-  const Ort::TensorTypeAndShapeInfo info(raw);
-  Ort::ThrowOnError(api.SetDimensions(raw, output.dimensions.data(), rank));
-  Ort::ThrowOnError(api.SetSymbolicDimensions(raw, output.names.data(), rank));
-  Ort::ThrowOnError(api.SetTensorElementType(raw, output.type));
-  Ort::ThrowOnError(api.ShapeInferContext_SetOutputTypeShape(context, 0, raw));
+  const OrtApi& ort = Api();
+  const auto info = Make<&OrtApi::ReleaseTensorTypeAndShapeInfo>(ort, ort.CreateTensorTypeAndShapeInfo);
+  Check(ort, ort.SetDimensions(info.get(), output.dimensions.data(), rank));
+  Check(ort, ort.SetSymbolicDimensions(info.get(), output.names.data(), rank));
+  Check(ort, ort.SetTensorElementType(info.get(), output.type));
+  Check(ort, ort.ShapeInferContext_SetOutputTypeShape(context, 0, info.get()));
 }
 
 }  // namespace
@@ -189,13 +233,11 @@ int64_t LastDimension(const OrtShapeInferContext* context, size_t index) {
 }
 
 int64_t ShapeAttributeOr(const OrtShapeInferContext* context, const char* name, int64_t missing) {
-  const OrtApi& api = Ort::GetApi();
   const OrtOpAttr* attribute = nullptr;
-  const Ort::Status has_attribute(api.ShapeInferContext_GetAttribute(context, name, &attribute));
-  if (!has_attribute.IsOK()) return missing;
+  if (!IsOk(Api().ShapeInferContext_GetAttribute(context, name, &attribute))) return missing;
   int64_t value = 0;
   size_t size = 0;
-  Ort::ThrowOnError(api.ReadOpAttr(attribute, ORT_OP_ATTR_INT, &value, sizeof(value), &size));
+  Check(Api(), Api().ReadOpAttr(attribute, ORT_OP_ATTR_INT, &value, sizeof(value), &size));
   return value;
 }
 
@@ -219,44 +261,6 @@ void InferSameShape(OrtShapeInferContext* context, size_t type_from) {
   KnownTensor output = KnownInput(context, 0);
   output.type = KnownInput(context, type_from).type;
   SetOutput(context, std::move(output));
-}
-
-void OrtHost::RunTasks(int64_t count, Task* task, const void* user) {
-  struct Call {
-    Task* task;
-    const void* user;
-  } call{task, user};
-  const auto run = [](void* of, size_t i) {
-    const Call& all = *static_cast<const Call*>(of);
-    all.task(all.user, static_cast<int64_t>(i));
-  };
-  context_.ParallelFor(run, static_cast<size_t>(count), 0, &call);
-}
-
-void* OrtHost::Allocate(size_t bytes) {
-  OrtAllocator* const allocator = memory_.Allocator(context_);
-  void* const data = allocator->Alloc(allocator, bytes);
-  if (data == nullptr) throw std::bad_alloc();
-  return data;
-}
-
-void OrtHost::Free(void* data) noexcept {
-  OrtAllocator* const allocator = memory_.Allocator(context_);
-  allocator->Free(allocator, data);
-}
-
-KernelMemory::~KernelMemory() {
-  if (OrtAllocator* const allocator = allocator_.load()) Ort::GetApi().ReleaseAllocator(allocator);
-}
-
-OrtAllocator* KernelMemory::Allocator(const Ort::KernelContext& context) {
-  OrtAllocator* held = allocator_.load();
-  if (held != nullptr) return held;
-  const Ort::MemoryInfo cpu = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
-  OrtAllocator* const found = context.GetAllocator(*cpu);
-  if (allocator_.compare_exchange_strong(held, found)) return found;
-  Ort::GetApi().ReleaseAllocator(found);  // another call was faster
-  return held;
 }
 
 }  // namespace ortolan

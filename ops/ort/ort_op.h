@@ -1,7 +1,7 @@
 // The common base of all ONNX Runtime adapters; only this file uses ONNX Runtime's custom-op interface. An operator
 // defines
 //
-//     class FooKernel { explicit FooKernel(const OrtKernelInfo&); void Compute(Ort::KernelContext&, Host&); };
+//     class FooKernel { explicit FooKernel(const OrtKernelInfo&); void Compute(KernelContext&, Host&); };
 //     struct FooOp : OrtOp<FooOp, FooKernel> {
 //       GetName, GetInputTypeCount, GetInputType, …, static void InferShape(OrtShapeInferContext*)
 //     };
@@ -10,113 +10,125 @@
 // boundary.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <limits>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
-#define ORT_API_MANUAL_INIT
-#include <onnxruntime_cxx_api.h>
-#undef ORT_API_MANUAL_INIT
-
-#include "host/host.h"
-#include "host/op_error.h"
+#include "ort/ort_api.h"
 
 namespace ortolan {
 
 inline constexpr const char* kDomain = "ai.ortolan";
 
+// The operators run on every host that has this API: ONNX Runtime 1.17 and later. They call no newer function
+// (tests/provider/test_headers.py) and set no newer member of OrtCustomOp.
+inline constexpr uint32_t kOperatorApi = 17;
+
 // The last sentence of errors about nodes that no pass of this version writes.
 inline constexpr const char* kOptimizeAgain = "Optimize the original model again.";
 
-inline OrtStatus* ToStatus(const std::exception& error) {
-  if (const auto* ort = dynamic_cast<const Ort::Exception*>(&error)) {
-    return Ort::GetApi().CreateStatus(ort->GetOrtErrorCode(), ort->what());
-  }
-  const bool users = dynamic_cast<const OpError*>(&error) != nullptr;
-  return Ort::GetApi().CreateStatus(users ? ORT_INVALID_ARGUMENT : ORT_FAIL, error.what());
-}
+// The host's functions of version kOperatorApi.
+const OrtApi& Api();
+void SetApi(const OrtApi& api);
 
-template <typename Function>
-OrtStatus* Guarded(Function&& function) noexcept {
-  try {
-    function();
-    return nullptr;
-  } catch (const std::exception& error) {
-    return ToStatus(error);
-  } catch (...) {
-    return Ort::GetApi().CreateStatus(ORT_FAIL, "unknown error in an ai.ortolan operator");
-  }
-}
-
-// ONNX Runtime's arena allocator, requested by the first call that needs it and released by the destructor. While it is
-// held, the arena stays alive.
-class KernelMemory {
+// A tensor of the host; false if an optional input is missing.
+class Tensor {
  public:
-  KernelMemory() = default;
-  ~KernelMemory();
-  KernelMemory(const KernelMemory&) = delete;
-  KernelMemory& operator=(const KernelMemory&) = delete;
-  // Safe to call from several threads.
-  OrtAllocator* Allocator(const Ort::KernelContext& context);
+  explicit Tensor(const OrtValue* value = nullptr) : value_(value) {}
+  explicit operator bool() const { return value_ != nullptr; }
+  std::vector<int64_t> Shape() const { return ShapeOf(Api(), *value_); }
+  ONNXTensorElementDataType Type() const { return ElementTypeOf(Api(), *value_); }
+  int64_t Count() const;  // elements; 0 if a dimension is 0, whatever the others are
+  template <typename T = void>
+  const T* Data() const {
+    return static_cast<const T*>(Get<void*>(Api(), Api().GetTensorMutableData, const_cast<OrtValue*>(value_)));
+  }
 
  private:
-  std::atomic<OrtAllocator*> allocator_{nullptr};
+  const OrtValue* value_;
 };
 
-// The host of plans during a call: ONNX Runtime's intra-op threads and its arena.
-class OrtHost : public Host {
+// The inputs and outputs of a call.
+class KernelContext {
  public:
-  OrtHost(const Ort::KernelContext& context, KernelMemory& memory) : context_(context), memory_(memory) {}
-
- private:
-  void RunTasks(int64_t count, Task* task, const void* user) override;
-  void* Allocate(size_t bytes) override;
-  void Free(void* data) noexcept override;
-
-  const Ort::KernelContext& context_;
-  KernelMemory& memory_;
-};
-
-// The kernel as ONNX Runtime calls it: exceptions become statuses.
-template <typename Kernel>
-struct StatusKernel : Kernel {
-  using Kernel::Kernel;
-  OrtStatus* ComputeV2(OrtKernelContext* raw) {
-    return Guarded([&] {
-      Ort::KernelContext context(raw);
-      OrtHost host(context, memory_);
-      this->Compute(context, host);
-    });
+  explicit KernelContext(OrtKernelContext* context) : context_(context) {}
+  OrtKernelContext* get() const { return context_; }
+  // Missing if the input is omitted.
+  Tensor Input(size_t index) const;
+  template <typename T = char>
+  T* Output(size_t index, const std::vector<int64_t>& shape) {
+    return static_cast<T*>(OutputData(index, shape));
   }
 
  private:
-  KernelMemory memory_;
+  void* OutputData(size_t index, const std::vector<int64_t>& shape);
+
+  OrtKernelContext* context_;
 };
 
 template <typename Op, typename Kernel>
-struct OrtOp : Ort::CustomOpBase<Op, StatusKernel<Kernel>, /*WithStatus=*/true> {
-  OrtOp() {
-    // ONNX Runtime's C++ wrapper for shape inference is not used: it gets dimensions wrong (1.17 writes 1 for each).
-    OrtCustomOp::InferOutputShapeFn = [](const OrtCustomOp*, OrtShapeInferContext* context) -> OrtStatus* {
-      return Guarded([&] { Op::InferShape(context); });
+struct OrtOp : OrtCustomOp {
+  OrtOp() : OrtCustomOp{} {
+    OrtCustomOp::version = kOperatorApi;
+    OrtCustomOp::GetName = [](const OrtCustomOp* op) { return Self(op).GetName(); };
+    OrtCustomOp::GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };  // CPU
+    OrtCustomOp::GetInputTypeCount = [](const OrtCustomOp* op) { return Self(op).GetInputTypeCount(); };
+    OrtCustomOp::GetInputType = [](const OrtCustomOp* op, size_t index) { return Self(op).GetInputType(index); };
+    OrtCustomOp::GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
+    OrtCustomOp::GetInputCharacteristic = [](const OrtCustomOp* op, size_t index) {
+      return Self(op).GetInputCharacteristic(index);
     };
+    OrtCustomOp::GetOutputTypeCount = [](const OrtCustomOp* op) { return Self(op).GetOutputTypeCount(); };
+    OrtCustomOp::GetOutputType = [](const OrtCustomOp* op, size_t index) { return Self(op).GetOutputType(index); };
+    OrtCustomOp::GetOutputCharacteristic = [](const OrtCustomOp* op, size_t index) {
+      return Self(op).GetOutputCharacteristic(index);
+    };
+    OrtCustomOp::GetStartVersion = [](const OrtCustomOp*) { return 1; };
+    OrtCustomOp::GetEndVersion = [](const OrtCustomOp*) { return std::numeric_limits<int>::max(); };
+    OrtCustomOp::InferOutputShapeFn = [](const OrtCustomOp*, OrtShapeInferContext* context) {
+      return Guarded(Api(), [&] { Op::InferShape(context); });
+    };
+    OrtCustomOp::CreateKernelV2 = [](const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
+      return Guarded(Api(), [&] { *kernel = new KernelInArena{Kernel(*info)}; });
+    };
+    OrtCustomOp::KernelComputeV2 = [](void* raw, OrtKernelContext* raw_context) {
+      return Guarded(Api(), [&] {
+        auto& [kernel, arena] = *static_cast<KernelInArena*>(raw);
+        KernelContext context(raw_context);
+        SessionHost host(Api(), *raw_context, arena);
+        kernel.Compute(context, host);
+      });
+    };
+    OrtCustomOp::KernelDestroy = [](void* kernel) { delete static_cast<KernelInArena*>(kernel); };
   }
 
-  OrtStatus* CreateKernelV2(const OrtApi&, const OrtKernelInfo* info, void** kernel) const {
-    return Guarded([&] { *kernel = new StatusKernel<Kernel>(*info); });
-  }
+  OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t) const { return INPUT_OUTPUT_REQUIRED; }
+  OrtCustomOpInputOutputCharacteristic GetOutputCharacteristic(size_t) const { return INPUT_OUTPUT_REQUIRED; }
+
+ private:
+  struct KernelInArena {
+    Kernel kernel;
+    Arena arena{Api()};
+  };
+  static const Op& Self(const OrtCustomOp* op) { return *static_cast<const Op*>(op); }
 };
 
 // ---- kernel creation ------------------------------------------------------------------------------------------------
 
 // "SparseAMXMatMul node 'encoder/…/MatMul'": the start of every error message.
 std::string DescribeNode(const OrtKernelInfo& info, const char* op_type);
+
+// Return the name of an input or output; "" if the node omits it.
+std::string InputName(const OrtKernelInfo& info, size_t index);
+std::string OutputName(const OrtKernelInfo& info, size_t index);
+
+// Return the element type of a tensor input, as the graph declares it.
+ONNXTensorElementDataType InputType(const OrtKernelInfo& info, size_t index);
 
 // A constant input at its place in memory; with external data that is the mapped file.
 struct ConstantTensor {
@@ -128,7 +140,7 @@ struct ConstantTensor {
 };
 
 // Return whether the node has this input. Optional inputs may be left out, at the end or by an empty name.
-bool HasInput(const OrtKernelInfo& info, size_t index);
+inline bool HasInput(const OrtKernelInfo& info, size_t index) { return !InputName(info, index).empty(); }
 
 // Return the input if it is constant, else a tensor of undefined type.
 ConstantTensor ConstantOrNone(const OrtKernelInfo& info, size_t index);
@@ -173,7 +185,7 @@ class AlignedConstant {
   AlignedConstant(const OrtKernelInfo& info, size_t index) : AlignedConstant(ConstantOrNone(info, index)) {}
   const T* data() const { return data_; }  // null if empty
   // The elements of the input in a call, constant or computed.
-  const T* In(const Ort::ConstValue& input) const { return data_ == nullptr ? input.GetTensorData<T>() : data_; }
+  const T* In(const Tensor& input) const { return data_ == nullptr ? input.Data<T>() : data_; }
 
  private:
   std::unique_ptr<T[]> copy_;

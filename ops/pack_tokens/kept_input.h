@@ -9,10 +9,10 @@
 namespace ortolan {
 
 // Reads int64 [batch, tokens]. Throws OpError.
-inline KeptTokens ReadKept(const Ort::KernelContext& context, size_t input, const std::string& node,
+inline KeptTokens ReadKept(const KernelContext& context, size_t input, const std::string& node,
                            const std::string& name) {
-  const Ort::ConstValue value = context.GetInput(input);
-  const std::vector<int64_t> shape = value.GetTensorTypeAndShapeInfo().GetShape();
+  const Tensor value = context.Input(input);
+  const std::vector<int64_t> shape = value.Shape();
   if (shape.size() != 2) {
     throw OpError(ErrorText(node, ": kept '", name, "' has shape ", ShapeText(shape), ", expected [batch, tokens]"));
   }
@@ -21,7 +21,7 @@ inline KeptTokens ReadKept(const Ort::KernelContext& context, size_t input, cons
     throw OpError(
         ErrorText(node, ": kept '", name, "' has ", shape[0], " sequences, expected at most ", kMostSequences));
   }
-  return {value.GetTensorRawData(), shape[0], shape[1]};
+  return {value.Data(), shape[0], shape[1]};
 }
 
 }  // namespace ortolan

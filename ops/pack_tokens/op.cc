@@ -50,26 +50,24 @@ class Kernel {
  public:
   explicit Kernel(const OrtKernelInfo& info) : node_(DescribeNode(info, kOpType)) {}
 
-  void Compute(Ort::KernelContext& context, Host& host) const {
+  void Compute(KernelContext& context, Host& host) const {
     const KeptTokens kept = ReadKept(context, kKept, node_, "kept");
-    const Ort::ConstValue x = context.GetInput(kX);
-    const Ort::TensorTypeAndShapeInfo info = x.GetTensorTypeAndShapeInfo();
-    std::vector<int64_t> shape = info.GetShape();
+    const Tensor x = context.Input(kX);
+    std::vector<int64_t> shape = x.Shape();
     const auto fits = [&](size_t axis, int64_t size) { return shape[axis] == size || shape[axis] == 1; };
     if (shape.size() < 2 || !fits(0, kept.batch) || !fits(1, kept.tokens)) {
       throw OpError(ErrorText(node_, ": X has shape ", ShapeText(shape), ", expected [", kept.batch, " or 1, ",
                               kept.tokens, " or 1, ...], like kept"));
     }
-    int64_t row_bytes = BytesOf(info.GetElementType());
+    int64_t row_bytes = BytesOf(x.Type());
     if (row_bytes == 0)
-      throw OpError(
-          ErrorText(node_, ": X has element type ", info.GetElementType(), ", expected a numeric type or bool"));
+      throw OpError(ErrorText(node_, ": X has element type ", x.Type(), ", expected a numeric type or bool"));
     const int64_t batch_rows = shape[0] == 1 ? 0 : shape[1], token_rows = shape[1] == 1 ? 0 : 1;
     for (size_t axis = 2; axis < shape.size(); ++axis) row_bytes *= shape[axis];
     shape[0] = 1;
     shape[1] = kept.Count();
-    const char* const from = static_cast<const char*>(x.GetTensorRawData());
-    char* const to = static_cast<char*>(context.GetOutput(0, shape).GetTensorMutableRawData());
+    const char* const from = x.Data<char>();
+    char* const to = context.Output(0, shape);
     if (row_bytes == 0) return;
     const int64_t chunk = std::max<int64_t>(kChunkBytes / row_bytes, 1);
     host.ParallelFor((kept.Count() + chunk - 1) / chunk, [&](int64_t i) {

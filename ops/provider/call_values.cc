@@ -1,7 +1,6 @@
 #include "provider/call_values.h"
 
 #include <algorithm>
-#include <memory>
 #include <new>
 
 #include "formats/float16.h"
@@ -29,24 +28,6 @@ void ForEachChunk(Host& host, int64_t count, const Body& body) {
 
 }  // namespace
 
-Shape ShapeOf(const OrtApi& ort, const OrtValue& value) {
-  OrtTensorTypeAndShapeInfo* info = nullptr;
-  Check(ort, ort.GetTensorTypeAndShape(&value, &info));
-  const std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(ort.ReleaseTensorTypeAndShapeInfo)> held(
-      info, ort.ReleaseTensorTypeAndShapeInfo);
-  return DimensionsOf(ort, *info);
-}
-
-ElementType ElementTypeOf(const OrtApi& ort, const OrtValue& value) {
-  OrtTensorTypeAndShapeInfo* info = nullptr;
-  Check(ort, ort.GetTensorTypeAndShape(&value, &info));
-  const std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(ort.ReleaseTensorTypeAndShapeInfo)> held(
-      info, ort.ReleaseTensorTypeAndShapeInfo);
-  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-  Check(ort, ort.GetTensorElementType(info, &type));
-  return static_cast<ElementType>(type);
-}
-
 int64_t Product(int64_t a, int64_t b) {
   int64_t product = 0;
   if (__builtin_mul_overflow(a, b, &product)) throw std::bad_alloc();
@@ -67,7 +48,7 @@ char* CallMemory::Bytes(int64_t count) {
 FloatInput ReadFloats(const OrtApi& ort, const OrtKernelContext& context, size_t index, CallMemory& memory) {
   const OrtValue* value = nullptr;
   Check(ort, ort.KernelContext_GetInput(&context, index, &value));
-  if (ElementTypeOf(ort, *value) != ElementType::kFloat16) return ReadInput(ort, context, index);
+  if (ElementTypeOf(ort, *value) != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16) return ReadInput(ort, context, index);
   const InputTensor<uint16_t> input = memory.AlignedInput(ReadInput<uint16_t>(ort, context, index));
   const int64_t count = CountOf(input.shape);
   float* const floats = memory.Floats(count);
@@ -84,7 +65,7 @@ FloatOutput::FloatOutput(const OrtApi& ort, OrtKernelContext& context, size_t in
   Check(ort, ort.KernelContext_GetOutput(&context, index, shape.data(), shape.size(), &value));
   void* data = nullptr;
   Check(ort, ort.GetTensorMutableData(value, &data));
-  if (ElementTypeOf(ort, *value) != ElementType::kFloat16) {
+  if (ElementTypeOf(ort, *value) != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16) {
     data_ = static_cast<float*>(data);
     return;
   }

@@ -17,9 +17,6 @@ struct InputTensor {
 };
 using FloatInput = InputTensor<float>;
 
-Shape ShapeOf(const OrtApi& ort, const OrtValue& value);
-ElementType ElementTypeOf(const OrtApi& ort, const OrtValue& value);
-
 // Read an input whose element type is known to be Element.
 template <typename Element = float>
 InputTensor<Element> ReadInput(const OrtApi& ort, const OrtKernelContext& context, size_t index) {

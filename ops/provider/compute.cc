@@ -1,7 +1,6 @@
 #include "provider/compute.h"
 
 #include <algorithm>
-#include <new>
 #include <utility>
 
 #include "host/broadcast.h"
@@ -12,61 +11,6 @@
 #include "provider/sum_norm_compute.h"
 
 namespace ortolan::provider {
-namespace {
-
-class SessionHost : public Host {
- public:
-  SessionHost(const OrtApi& ort, const OrtKernelContext& context, Arena& arena)
-      : ort_(ort), context_(context), arena_(arena) {}
-
- private:
-  void RunTasks(int64_t count, Task* task, const void* user) override {
-    struct Call {
-      Task* task;
-      const void* user;
-    } call{task, user};
-    const auto run = [](void* of, size_t i) {
-      const Call& all = *static_cast<const Call*>(of);
-      all.task(all.user, static_cast<int64_t>(i));
-    };
-    Check(ort_, ort_.KernelContext_ParallelFor(&context_, run, static_cast<size_t>(count), 0, &call));
-  }
-  void* Allocate(size_t bytes) override {
-    OrtAllocator* const allocator = arena_.Of(context_);
-    void* const data = allocator->Alloc(allocator, bytes);
-    if (data == nullptr) throw std::bad_alloc();
-    return data;
-  }
-  void Free(void* data) noexcept override {
-    OrtAllocator* const allocator = arena_.Of(context_);
-    allocator->Free(allocator, data);
-  }
-
-  const OrtApi& ort_;
-  const OrtKernelContext& context_;
-  Arena& arena_;
-};
-
-}  // namespace
-
-Arena::~Arena() {
-  if (OrtAllocator* const allocator = allocator_.load()) ort_.ReleaseAllocator(allocator);
-}
-
-OrtAllocator* Arena::Of(const OrtKernelContext& context) {
-  OrtAllocator* held = allocator_.load();
-  if (held != nullptr) return held;
-  OrtMemoryInfo* info = nullptr;
-  Check(ort_, ort_.CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &info));
-  OrtAllocator* found = nullptr;
-  OrtStatus* const status = ort_.KernelContext_GetAllocator(&context, info, &found);
-  ort_.ReleaseMemoryInfo(info);
-  Check(ort_, status);
-  if (allocator_.compare_exchange_strong(held, found)) return found;
-  ort_.ReleaseAllocator(found);  // another call has set the arena first
-  return held;
-}
-
 namespace {
 
 // Computes an ONNX Clip.

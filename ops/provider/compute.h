@@ -1,30 +1,14 @@
 // Computes a group: runs plans over packed weights with the session's threads and memory arena.
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <optional>
 #include <vector>
 
-#include "host/host.h"
 #include "provider/context_file.h"
 #include "provider/group.h"
 
 namespace ortolan::provider {
-
-// The session's memory arena, requested by the first call that needs it. Thread-safe.
-class Arena {
- public:
-  explicit Arena(const OrtApi& ort) : ort_(ort) {}
-  ~Arena();
-  Arena(const Arena&) = delete;
-  Arena& operator=(const Arena&) = delete;
-  OrtAllocator* Of(const OrtKernelContext& context);
-
- private:
-  const OrtApi& ort_;
-  std::atomic<OrtAllocator*> allocator_{nullptr};
-};
 
 // The first field in the record of a step.
 enum class StepKind : int64_t { kLayers = 0, kAttention = 1, kCopy = 2, kSumNorm = 3 };

@@ -2,6 +2,7 @@
 // library is registered and unregistered (RegisterExecutionProviderLibrary).
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <iterator>
 #include <memory>
 #include <mutex>
@@ -20,6 +21,8 @@ namespace {
 constexpr const char* kClaims = "claims";
 constexpr const char* kFaster = "faster";
 constexpr const char* kAll = "all";
+// Option: the file of layer times (kept_times.h).
+constexpr const char* kTimesFile = "times_file";
 // Option: precision for layers with float weights.
 constexpr const char* kPrecision = "precision";
 constexpr std::pair<const char*, Precision> kPrecisions[] = {{"", Precision::kFloat32},
@@ -54,9 +57,9 @@ class SessionEntries {
       const std::string key = keys[i];
       if (key.compare(0, prefix.size(), prefix) != 0) continue;
       const std::string name = key.substr(prefix.size());
-      if (name == kClaims || name == kPrecision || name == kClaimsFile) continue;
-      throw OpError(ErrorText("the provider has no option '", name, "', expected ", kPrecision, ", ", kClaims, " or ",
-                              kClaimsFile));
+      if (name == kClaims || name == kPrecision || name == kClaimsFile || name == kTimesFile) continue;
+      throw OpError(ErrorText("the provider has no option '", name, "', expected ", kPrecision, ", ", kClaims, ", ",
+                              kTimesFile, " or ", kClaimsFile));
     }
   }
 
@@ -151,7 +154,14 @@ OrtStatus* Factory::GetDevices(OrtEpFactory* self, const OrtHardwareDevice* cons
   return nullptr;
 }
 
-ProviderOptions ReadOptions(const SessionEntries& entries) {
+// Return the file of layer times. Python names it; hosts without Python may set ORTOLAN_CACHE, as for other programs.
+std::string TimesFile(const SessionEntries& entries) {
+  const std::string named = entries.ProviderOption(kTimesFile);
+  const char* const folder = named.empty() ? std::getenv("ORTOLAN_CACHE") : nullptr;
+  return folder == nullptr || *folder == '\0' ? named : std::string(folder) + "/layer-times.txt";
+}
+
+ProviderOptions ReadOptions(const HostApi& host, const SessionEntries& entries) {
   entries.CheckOptions();
   const std::string claims = entries.ProviderOption(kClaims), precision = entries.ProviderOption(kPrecision);
   if (claims != "" && claims != kFaster && claims != kAll) {
@@ -169,15 +179,8 @@ ProviderOptions ReadOptions(const SessionEntries& entries) {
   options.context.enabled = entries.String("ep.context_enable") == "1";
   options.context.embeds = entries.String("ep.context_embed_mode") == "1";
   options.context.path = entries.String("ep.context_file_path");
-  const Features features = ActiveFeatures();
-  const bool has_vnni = features.Has(feature_set::avx512vnni) || features.Has(feature_set::avxvnni);
-  if (!has_vnni && claims != kAll) {
-    // From this fraction of zero blocks on, VNNISpMM is not slower than ONNX Runtime with one row
-    // (vnni_spmm/README.md). Without AVX2 nothing was measured, so 2.0 claims no int8 layer.
-    options.rules.least_zero_blocks = features.Has(feature_set::avx2) ? 0.8 : 2.0;
-  }
-  if (!features.Has(feature_set::avx2) && claims != kAll) {
-    options.rules.why_no_cached_attention = "without AVX2 ONNX Runtime's attention with a cache is faster";
+  if (claims != kAll) {
+    options.rules.policy = ClaimPolicy(KeptTimes(TimesFile(entries), host.base->GetVersionString()));
   }
   return options;
 }
@@ -189,7 +192,7 @@ OrtStatus* Factory::MakeProvider(OrtEpFactory* self, const OrtHardwareDevice* co
   return Guarded(*host.ort, [&] {
     const SessionEntries entries(host, options);
     ClaimsLog claims(host, logger, entries.ProviderOption(kClaimsFile));
-    *provider = std::make_unique<ExecutionProvider>(host, std::move(claims), ReadOptions(entries)).release();
+    *provider = std::make_unique<ExecutionProvider>(host, std::move(claims), ReadOptions(host, entries)).release();
   });
 }
 

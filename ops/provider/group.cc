@@ -123,7 +123,10 @@ class Finder {
       step.attention->precise =
           (found.cache || found.beside_cache) && layers_.empty() && rules_.precision == Precision::kFloat32;
     }
-    if (found.cache) Expect(rules_.why_no_cached_attention.empty(), rules_.why_no_cached_attention);
+    if (found.cache) {
+      const std::string problem = rules_.policy.WhyNotWorthCachedAttention();
+      Expect(problem.empty(), problem);
+    }
     const auto is_taken = [&](const Node* one) { return taken_.count(one) != 0; };
     Expect(std::none_of(found.nodes.begin(), found.nodes.end(), is_taken),
            "some of its nodes belong to another attention");

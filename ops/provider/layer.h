@@ -10,6 +10,7 @@
 #include "matmul/float_weight.h"
 #include "matmul/int8_weight.h"
 #include "matmul/nbits_weight.h"
+#include "provider/claim_policy.h"
 #include "provider/ort_graph.h"
 #include "provider/qdq_pairs.h"
 
@@ -19,10 +20,8 @@ namespace ortolan::provider {
 enum class Precision { kFloat32, kBf16, kInt8 };  // kFloat32: left to ONNX Runtime
 
 struct LayerRules {
-  double least_zero_blocks =
-      0.0;  // minimum fraction of zero blocks for int8 layers (IsBlockSparse); above 1: claim none
   Precision precision = Precision::kFloat32;
-  std::string why_no_cached_attention;  // why attention with a KV cache is not claimed; empty if it is
+  ClaimPolicy policy;
 };
 
 struct RoundedWeight : FloatWeight {

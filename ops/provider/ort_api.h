@@ -1,13 +1,7 @@
-// ONNX Runtime's C API for the provider: headers of version 29 (ops/ort/ep_headers.cmake). Files in this folder must
-// not include the operators' adapters, which use older headers that define the same names.
+// Versions of the API that the provider supports, and the host's functions.
 #pragma once
 
-#include <onnxruntime_c_api.h>
-
-#include <stdexcept>
-#include <string>
-
-#include "host/op_error.h"
+#include "ort/ort_api.h"
 
 namespace ortolan::provider {
 
@@ -24,40 +18,5 @@ struct HostApi {
   const OrtEpApi* ep = nullptr;
   uint32_t version = 0;  // of `ort` and `ep`, from kOldestApi to kNewestApi
 };
-
-// An error returned by the host, which is returned to the host unchanged.
-class HostError : public std::runtime_error {
- public:
-  HostError(OrtErrorCode code, const std::string& text) : std::runtime_error(text), code_(code) {}
-  OrtErrorCode code() const { return code_; }
-
- private:
-  OrtErrorCode code_;
-};
-
-// Throws HostError unless the status is null.
-inline void Check(const OrtApi& ort, OrtStatus* status) {
-  if (status == nullptr) return;
-  const HostError error(ort.GetErrorCode(status), ort.GetErrorMessage(status));
-  ort.ReleaseStatus(status);
-  throw error;
-}
-
-// Run a function and convert exceptions into a status, because exceptions must not cross the C boundary.
-template <typename Function>
-OrtStatus* Guarded(const OrtApi& ort, const Function& function) noexcept {
-  try {
-    function();
-    return nullptr;
-  } catch (const HostError& error) {
-    return ort.CreateStatus(error.code(), error.what());
-  } catch (const OpError& error) {
-    return ort.CreateStatus(ORT_INVALID_ARGUMENT, error.what());
-  } catch (const std::exception& error) {
-    return ort.CreateStatus(ORT_FAIL, error.what());
-  } catch (...) {
-    return ort.CreateStatus(ORT_FAIL, "unknown error in Ortolan's execution provider");
-  }
-}
 
 }  // namespace ortolan::provider

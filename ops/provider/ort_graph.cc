@@ -19,9 +19,7 @@ struct TensorInfo {
 
 TensorInfo ReadInfo(const OrtApi& ort, const OrtTensorTypeAndShapeInfo& info) {
   TensorInfo read;
-  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-  Check(ort, ort.GetTensorElementType(&info, &type));
-  read.type = static_cast<ElementType>(type);
+  read.type = static_cast<ElementType>(Get<ONNXTensorElementDataType>(ort, ort.GetTensorElementType, &info));
   read.shape = DimensionsOf(ort, info);
   read.names.resize(read.shape.size());
   Check(ort, ort.GetSymbolicDimensions(&info, read.names.data(), read.names.size()));
@@ -29,13 +27,8 @@ TensorInfo ReadInfo(const OrtApi& ort, const OrtTensorTypeAndShapeInfo& info) {
 }
 
 Constant ReadTensor(const OrtApi& ort, const OrtValue& value, std::string name) {
-  OrtTensorTypeAndShapeInfo* info = nullptr;
-  Check(ort, ort.GetTensorTypeAndShape(&value, &info));
-  const std::unique_ptr<OrtTensorTypeAndShapeInfo, void (*)(OrtTensorTypeAndShapeInfo*)> owner(
-      info, ort.ReleaseTensorTypeAndShapeInfo);
-  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-  Check(ort, ort.GetTensorElementType(info, &type));
-  Constant tensor{std::move(name), static_cast<ElementType>(type), DimensionsOf(ort, *info), nullptr, nullptr};
+  Constant tensor{std::move(name), static_cast<ElementType>(ElementTypeOf(ort, value)), ShapeOf(ort, value), nullptr,
+                  nullptr};
   if (tensor.type != ElementType::kString) Check(ort, ort.GetTensorData(&value, &tensor.data));
   return tensor;
 }
@@ -124,15 +117,6 @@ std::string ReadText(const HostApi& host, const OrtNode& node, const char* name)
   OrtOpAttrType type = ORT_OP_ATTR_UNDEFINED;
   if (attribute != nullptr) Check(*host.ort, host.ort->OpAttr_GetType(attribute, &type));
   return type == ORT_OP_ATTR_STRING ? ReadString(*host.ort, *attribute) : std::string();
-}
-
-Shape DimensionsOf(const OrtApi& ort, const OrtTensorTypeAndShapeInfo& info) {
-  Shape shape;
-  size_t rank = 0;
-  Check(ort, ort.GetDimensionsCount(&info, &rank));
-  shape.resize(rank);
-  Check(ort, ort.GetDimensions(&info, shape.data(), rank));
-  return shape;
 }
 
 std::optional<Shape> DeclaredShape(Value value) {

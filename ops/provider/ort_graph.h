@@ -33,7 +33,6 @@ inline void Expect(bool holds, const std::string& reason) {
 std::string ReadText(const HostApi& host, const OrtNode& node, const char* name);
 inline constexpr size_t kMostTextBytes = size_t{1} << 16;
 
-Shape DimensionsOf(const OrtApi& ort, const OrtTensorTypeAndShapeInfo& info);
 // Return the shape of a value as integers, with -1 for unknown dimensions; nullopt if its rank is unknown.
 std::optional<Shape> DeclaredShape(Value value);
 

@@ -7,7 +7,7 @@
 // masks and offsets mean dense storage, empty offsets alone 2:4 storage.
 //
 // A bias of zeros, a residual of one zero and zero_points of a single zero mean the same as omitted inputs: an ONNX
-// function cannot test whether an input is present, and ONNX Runtime up to 1.21 crashes on an omitted input before a
+// function cannot test whether an input is present, and ONNX Runtime up to 1.23 crashes on an omitted input before a
 // given one, so graph_passes fills them in.
 #include <algorithm>
 #include <iterator>

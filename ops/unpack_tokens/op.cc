@@ -21,10 +21,10 @@ class Kernel {
  public:
   explicit Kernel(const OrtKernelInfo& info) : node_(DescribeNode(info, kOpType)) {}
 
-  void Compute(Ort::KernelContext& context, Host& host) const {
+  void Compute(KernelContext& context, Host& host) const {
     const KeptTokens kept = ReadKept(context, kKept, node_, "kept");
-    const Ort::ConstValue x = context.GetInput(kX);
-    std::vector<int64_t> shape = x.GetTensorTypeAndShapeInfo().GetShape();
+    const Tensor x = context.Input(kX);
+    std::vector<int64_t> shape = x.Shape();
     if (shape.size() < 2 || shape[0] != 1 || shape[1] != kept.Count()) {
       throw OpError(ErrorText(node_, ": X has shape ", ShapeText(shape), ", expected [1, ", kept.Count(),
                               ", ...], one row for each kept token"));
@@ -33,8 +33,8 @@ class Kernel {
     for (size_t axis = 2; axis < shape.size(); ++axis) width *= shape[axis];
     shape[0] = kept.batch;
     shape[1] = kept.tokens;
-    const char* const from = static_cast<const char*>(x.GetTensorRawData());
-    char* const to = static_cast<char*>(context.GetOutput(0, shape).GetTensorMutableRawData());
+    const char* const from = x.Data<char>();
+    char* const to = context.Output(0, shape);
     const int64_t row_bytes = width * static_cast<int64_t>(sizeof(float));
     if (width == 0 || kept.tokens == 0) return;
     host.ParallelFor(kept.batch, [&](int64_t b) {

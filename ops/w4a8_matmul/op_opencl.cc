@@ -49,11 +49,13 @@ const Library& OpenLibrary() {
 }
 
 // Warns once a process: a failure for one weight usually repeats for all.
-void WarnOnce(const Ort::Logger& logger, const std::string& text) {
+void WarnOnce(const OrtLogger* logger, const std::string& text) {
   static std::atomic<bool> is_said{false};
   if (is_said.exchange(true)) return;
   const std::string all = text + " (reported once)";
-  ORT_CXX_LOG_NOEXCEPT(logger, ORT_LOGGING_LEVEL_WARNING, all.c_str());
+  OrtStatus* const failed = Api().Logger_LogMessage(logger, ORT_LOGGING_LEVEL_WARNING, all.c_str(), ORT_FILE, __LINE__,
+                                                    static_cast<const char*>(__FUNCTION__));
+  if (failed != nullptr) Api().ReleaseStatus(failed);
 }
 
 OrtolanOpenClWeight Describe(const GroupWeight& w) {
@@ -73,7 +75,7 @@ OrtolanOpenClWeight Describe(const GroupWeight& w) {
 
 class OpenClDevice : public MatMulDevice {
  public:
-  OpenClDevice(const OrtolanOpenCl& functions, void* weight, bool always, const Ort::Logger& logger, std::string node)
+  OpenClDevice(const OrtolanOpenCl& functions, void* weight, bool always, const OrtLogger* logger, std::string node)
       : functions_(functions), weight_(weight), always_(always), logger_(logger), node_(std::move(node)) {}
   ~OpenClDevice() override { functions_.close(weight_); }
 
@@ -94,7 +96,7 @@ class OpenClDevice : public MatMulDevice {
   const OrtolanOpenCl& functions_;
   void* const weight_;
   const bool always_;
-  const Ort::Logger logger_;
+  const OrtLogger* const logger_;
   const std::string node_;
   std::atomic<bool> has_failed_{false};
   DeviceChoice choice_;
@@ -105,7 +107,7 @@ class OpenClDevice : public MatMulDevice {
 std::unique_ptr<MatMulDevice> OpenOnOpenCl(const OrtKernelInfo& info, const GroupWeight& w, const std::string& node) {
   const Asked asked = ReadAsked(node);
   if (asked == Asked::kNo) return nullptr;
-  const Ort::Logger logger = Ort::ConstKernelInfo(&info).GetLogger();
+  const auto* const logger = Get<const OrtLogger*>(Api(), Api().KernelInfo_GetLogger, &info);
   const Library& library = OpenLibrary();
   OrtolanOpenClError error{};
   void* weight = nullptr;

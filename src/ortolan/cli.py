@@ -455,6 +455,21 @@ def doctor(as_json: options.AsJson = False) -> None:
 
 
 @app.command()
+def times(
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Delete them, so that the next search measures again.")
+    ] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Show the times of layers that searches keep on this machine."""
+    from .times_file import clear_times, kept_times
+
+    if clear:
+        clear_times()
+    print_result(kept_times(), as_json)
+
+
+@app.command()
 def demo(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of all models. Default: ONNX Runtime's choice.")

@@ -18,7 +18,6 @@ from ortolan.graph_passes.report.figures import Timing
 
 from .errors import ArgumentError, OrtolanError
 from .progress import Progress, Stage, no_progress
-from .provider import why_no_provider
 from .text_encoder import TextEncoder
 
 if TYPE_CHECKING:
@@ -118,9 +117,7 @@ class DemoResult:
             f"{self.model}: {self.layers_replaced} layers replaced, optimized in {self.optimize_seconds:.1f} s\n"
             f"{self.cpu} ({self.isa}), onnxruntime {self.onnxruntime}\n{self.outcome}"
         )
-        missing = why_no_provider()
-        end = [] if missing is None else [Text(missing)]
-        return Group(Text(head), self._similarity_table(), self._figures(), Text(_EXPLANATION), *end)
+        return Group(Text(head), self._similarity_table(), self._figures(), Text(_EXPLANATION))
 
     def _similarity_table(self) -> Table:
         from rich.table import Table

@@ -26,6 +26,7 @@ from ortolan.graph_passes.report.lines import WIDTH, lay_out, wrap
 from .errors import OrtolanError, one_line
 from .opencl import VARIABLE
 from .session import cpu_info
+from .times_file import kept_times
 
 Status = Literal["ok", "note", "failed"]
 
@@ -121,6 +122,7 @@ def run_doctor() -> DoctorReport:
         _guarded("ORTOLAN_ISA", check_isa_override),
         _guarded("operator library", check_library),
         _guarded(_PROVIDER, check_provider),
+        _guarded("layer times", check_times),
         _guarded("OpenCL", check_opencl),
     ]
     checks += [_guarded(name, partial(check_extra, name)) for name in _EXTRAS]
@@ -299,6 +301,13 @@ def check_provider() -> Check:
         return Check(name, "ok", "registers: unchanged models with MatMulNBits run on it (ortolan.session_options)")
     problem = _problem(result.returncode, result.stderr)
     return Check(name, "note", f"{problem.removeprefix('ortolan.errors.LibraryError: ')}")
+
+
+def check_times() -> Check:
+    """Tell how many times of layers searches keep; the execution provider uses them too."""
+    found = kept_times()
+    advice = "to measure again: ortolan times --clear" if found.oldest is not None else ""
+    return Check("layer times", "ok", str(found), advice)
 
 
 def check_opencl() -> Check:

@@ -60,7 +60,6 @@ from .library import LIBRARY_NAME
 from .optimize_options import OptimizeArguments, OptimizeOptions, read_options, with_options
 from .optimize_parts import PartFeeds, check_caches, optimize_parts, refuse_for_parts
 from .progress import Progress, Stage, logger, no_progress, told
-from .provider import why_no_provider
 from .session import create_session, known_cpu, package_versions
 from .text_encoder import ask_probes
 
@@ -307,7 +306,7 @@ class _Run:
             versions=package_versions(),
             cpu=known_cpu(),
         )
-        self.report.notes += [note for note in (choice.note, why_no_provider()) if note]
+        self.report.notes += [choice.note] if choice.note else []
         if source.widened:
             self.report.notes.append(
                 "the model computes in bfloat16, which ONNX Runtime cannot run on CPUs: it was converted to float32, "

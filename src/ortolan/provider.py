@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import ArgumentError, LibraryError, one_line
 from .library import get_library_path
 from .session import REGISTERED, new_options, register
+from .times_file import times_path
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -18,49 +18,19 @@ PROVIDER = "OrtolanExecutionProvider"
 REGISTRATION_NAME = "ortolan"
 PRECISIONS = ("float32", "bf16", "int8")
 CLAIMS = ("faster", "all")
+TIMES_FILE = "times_file"  # name of a provider option: measured times of layers (times_file.py)
 CLAIMS_FILE = "claims_file"  # name of a provider option (ops/provider/claims_log.h)
 
 _OLDEST = (1, 23)  # oldest supported ONNX Runtime; equals kOldestApi in ops/provider/ort_api.h
 _OFFERS_OPERATORS = (1, 24)  # first version of ONNX Runtime that gets custom operators from providers
-_FACTORIES = b"CreateEpFactories\0"
 _lock = threading.Lock()
-
-
-def has_provider() -> bool:
-    """Return True if the installed library was built with the execution provider."""
-    return _has_factories(get_library_path())
-
-
-@lru_cache
-def _has_factories(library: str) -> bool:
-    with open(library, "rb") as file:
-        return _FACTORIES in file.read()
-
-
-def why_no_provider() -> str | None:
-    """Return why the installed library has no execution provider and how to get it; None if it has one."""
-    if has_provider():
-        return None
-    return (
-        f"{get_library_path()} was built without the execution provider, which runs unchanged models: CMake found no "
-        "headers of ONNX Runtime's API 29; build again with npm installed, or with ORT_EP_INCLUDE_DIR set to the "
-        "include folder of ONNX Runtime 1.29 or later"
-    )
-
-
-def library_with_provider() -> str:
-    """Return the path of the installed library. Raises LibraryError if it was built without the provider."""
-    missing = why_no_provider()
-    if missing is not None:
-        raise LibraryError(missing)
-    return get_library_path()
 
 
 def register_provider() -> None:
     """Register `OrtolanExecutionProvider` in ONNX Runtime, for this process. Calling it again has no effect.
 
     Raises:
-        LibraryError: ONNX Runtime is older than 1.23, or the library was built without the provider.
+        LibraryError: ONNX Runtime is older than 1.23, or cannot load the library.
     """
     import onnxruntime
 
@@ -72,7 +42,7 @@ def register_provider() -> None:
     with _lock:
         if _devices(onnxruntime):
             return
-        path = library_with_provider()
+        path = get_library_path()
         try:
             onnxruntime.register_execution_provider_library(REGISTRATION_NAME, path)
         except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
@@ -93,8 +63,8 @@ def session_options(
     Args:
         precision: The type that float32 layers become when a session is created. With float32 they are left to ONNX
             Runtime; bf16 and int8 are faster and change results (docs/provider.md).
-        claims: "faster" claims nodes that are faster than in ONNX Runtime on this CPU, "all" claims every supported
-            node.
+        claims: "faster" claims nodes that are faster than in ONNX Runtime on this CPU, by the times that searches keep
+            (`ortolan times`) or by known limits of the CPU; "all" claims every supported node.
 
     Raises:
         ArgumentError: An argument has another value.
@@ -112,12 +82,12 @@ def checked_options(precision: str, claims: str) -> dict[str, str]:
 
 
 def options_with(provider_options: Mapping[str, str]) -> onnxruntime.SessionOptions:
-    """Return new session options with the provider and its options."""
+    """Return new session options with the provider and its options. Times of layers come from the cache folder."""
     import onnxruntime
 
     register_provider()
     options = new_options()
-    options.add_provider_for_devices(_devices(onnxruntime), dict(provider_options))
+    options.add_provider_for_devices(_devices(onnxruntime), {TIMES_FILE: str(times_path()), **provider_options})
     if _version(onnxruntime) < _OFFERS_OPERATORS:
         register(options)
     else:

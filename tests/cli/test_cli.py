@@ -32,7 +32,19 @@ def test_version_and_help_are_quick_and_plain(run_cli):
     text = run_cli("--help")
     assert text.returncode == 0
     assert "\x1b" not in text.stdout
-    for command in ("optimize", "search", "distill", "import", "inspect", "embed", "rerank", "bench", "doctor", "demo"):
+    for command in (
+        "optimize",
+        "search",
+        "distill",
+        "import",
+        "inspect",
+        "embed",
+        "rerank",
+        "bench",
+        "doctor",
+        "times",
+        "demo",
+    ):
         assert command in text.stdout
 
 

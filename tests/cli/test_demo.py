@@ -138,8 +138,3 @@ def test_the_published_model(invoke):
     assert ours["agreement"]["cosine_min"] >= 0.99
     assert ours["agreement"]["spearman"] > 0.98
     assert ours["bytes"] <= original["bytes"]
-
-
-def test_the_last_line_names_what_the_build_lacks(result, monkeypatch):
-    monkeypatch.setattr(demo, "why_no_provider", lambda: "built without the execution provider: install npm")
-    assert rendered(result).rstrip().splitlines()[-1].rstrip().endswith("install npm")

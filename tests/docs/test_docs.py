@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shlex
 import shutil
 from collections.abc import Callable
@@ -220,8 +221,9 @@ def test_triton_finds_its_repository(folder):
 
 
 def ort_headers() -> Path | None:
-    """Return the folder of ONNX Runtime's headers, from a build of this checkout or from the system."""
-    found = [*ROOT.glob("build/**/onnxruntime_cxx_api.h"), *Path("/usr/include").glob("**/onnxruntime_cxx_api.h")]
+    """Return the folder of ONNX Runtime's C++ headers: ORT_INCLUDE, or the system's."""
+    folders = [Path(os.environ["ORT_INCLUDE"])] if "ORT_INCLUDE" in os.environ else []
+    found = [path for folder in (*folders, Path("/usr/include")) for path in folder.glob("**/onnxruntime_cxx_api.h")]
     return found[0].parent if found else None
 
 
@@ -241,7 +243,7 @@ def test_cpp(folder):
 
     headers = ort_headers()
     if headers is None or shutil.which("g++") is None:
-        pytest.skip("no headers of ONNX Runtime, or no g++")
+        pytest.skip("no C++ headers of ONNX Runtime (set ORT_INCLUDE), or no g++")
     if not list(Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so.*")):
         pytest.skip("onnxruntime's package holds no libonnxruntime.so")
     ((_, source),) = [block for block in blocks("cpp.md") if block[0] == "cpp"]

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 import ortolan
 from ortolan.models import tiny
-from ortolan.provider import PROVIDER, has_provider
+from ortolan.provider import PROVIDER
 
 from ..recipes.forms import NAMED
 from .folders import write_llama
@@ -189,9 +189,6 @@ def test_imported_gguf(tmp_path: Path) -> None:
         assert list(tokenizer.encode(line)) == known.encode(line).ids
 
 
-needs_provider = pytest.mark.skipif(not has_provider(), reason="the library was built without the execution provider")
-
-
 @pytest.fixture
 def registered() -> Iterator[None]:
     """Register the provider in GenAI, which does not use the registrations of the Python package onnxruntime."""
@@ -208,7 +205,6 @@ def taken(claims: Path) -> list[bool]:
     return [json.loads(line)["taken"] for line in claims.read_text().splitlines()]
 
 
-@needs_provider
 @pytest.mark.parametrize("share_buffer", [True, False])
 def test_the_provider_by_name(
     registered: None, tmp_path: Path, built: Callable[[str], Path], share_buffer: bool
@@ -225,7 +221,6 @@ def test_the_provider_by_name(
     assert found[:4] == generate(folder, share_buffer)[:4]
 
 
-@needs_provider
 def test_the_provider_in_the_configuration(registered: None, tmp_path: Path, built: Callable[[str], Path]) -> None:
     shutil.copytree(built("int4"), tmp_path / "model")
     path = tmp_path / "model" / "genai_config.json"
@@ -237,7 +232,6 @@ def test_the_provider_in_the_configuration(registered: None, tmp_path: Path, bui
     assert taken(tmp_path / "claims.jsonl") == [True] * 13
 
 
-@needs_provider
 def test_the_provider_and_an_optimized_folder(registered: None, tmp_path: Path, built: Callable[[str], Path]) -> None:
     """Operators are registered only once, and the provider claims the nodes that were not replaced."""
     left = {"fuse_cached_attention.exclude": ["*"]}
@@ -250,7 +244,6 @@ def test_the_provider_and_an_optimized_folder(registered: None, tmp_path: Path, 
     assert taken(tmp_path / "claims.jsonl") == [True] * 2
 
 
-@needs_provider
 def test_genai_does_not_know_what_python_has_registered(built: Callable[[str], Path]) -> None:
     """Without GenAI's own registration (docs/genai.md), the provider is unknown."""
     ortolan.register_provider()

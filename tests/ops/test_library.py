@@ -15,7 +15,6 @@ import pytest
 import ortolan
 from ortolan import _testing
 from ortolan.opencl import LIBRARY_NAME
-from ortolan.provider import has_provider
 
 ROOT = Path(__file__).parents[2]
 needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not installed")
@@ -29,8 +28,7 @@ def nm(path: Path, *options: str) -> list[list[str]]:
 @needs_nm
 def test_library_exports_what_hosts_call() -> None:
     exported = [line[-1] for line in nm(Path(ortolan.get_library_path()), "-D", "--defined-only")]
-    of_provider = ["CreateEpFactories", "ReleaseEpFactory"] if has_provider() else []
-    assert sorted(exported) == sorted(["RegisterCustomOps", *of_provider])
+    assert sorted(exported) == ["CreateEpFactories", "RegisterCustomOps", "ReleaseEpFactory"]
 
 
 @needs_nm

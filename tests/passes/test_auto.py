@@ -27,6 +27,7 @@ from ortolan.graph_passes.passes.quantize import quantize
 from ortolan.graph_passes.report.figures import Timing
 from ortolan.models import tiny
 from ortolan.progress import Stage
+from ortolan.times_file import KeptTimes, read_times, today, write_times
 
 from .cached_llama import VOCABULARY, llama, prompt
 from .small_models import make_model, random_weight, run
@@ -274,7 +275,7 @@ def test_times_are_kept_and_used_again(inject: Callable[..., Any], tmp_path: Pat
     assert second.auto is not None
     assert (first.auto.measured, second.auto.measured) == (1, 0)
     assert first.recipe == second.recipe
-    (tmp_path / "cache" / "layer-times.json").write_text('{"half": ')
+    (tmp_path / "cache" / "layer-times.txt").write_text("ortolan layer t")
     auto(budget=0.9)
     assert len(calls) == 2
 
@@ -286,39 +287,32 @@ def test_times_of_a_busy_machine_are_not_kept(
     monkeypatch.setattr(layer_times, "is_busy", lambda: True)
     for count in (1, 2):
         auto(budget=0.9)
-        assert len(calls) == count and not (tmp_path / "cache" / "layer-times.json").exists()
+        assert len(calls) == count and not (tmp_path / "cache" / "layer-times.txt").exists()
 
 
 def test_old_times_are_measured_again_and_the_shorter_ones_kept(
     inject: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = inject(FAST_INT4, 5.0)
-    file = tmp_path / "cache" / "layer-times.json"
-
-    def stored() -> dict[str, Any]:
-        (machine,) = json.loads(file.read_text()).values()
-        (entry,) = machine.values()
-        return dict(entry)
+    file = tmp_path / "cache" / "layer-times.txt"
 
     auto(budget=0.9)
-    first, today = stored(), layer_times._today()
-    table = json.loads(file.read_text())
-    for entry in next(iter(table.values())).values():  # make all times of formats look like those of a busy machine
-        entry["ms"] = {name: time / 2 if name == ORIGINAL else 3 * time for name, time in entry["ms"].items()}
+    ((case, first),) = read_times(file).items()
+    # Make all times of formats look like those of a busy machine.
+    ms = {name: time / 2 if name == ORIGINAL else 3 * time for name, time in first.ms.items()}
     for days, count in ((0, 1), (7, 1), (8, 2), (-1, 3)):
-        for entry in next(iter(table.values())).values():
-            entry["date"] = (today - timedelta(days)).isoformat()
-        file.write_text(json.dumps(table))
+        write_times(file, {case: KeptTimes((today() - timedelta(days)).isoformat(), ms)})
         auto(budget=0.9)
         assert len(calls) == count
-    expected = {name: time / 2 if name == ORIGINAL else time for name, time in first["ms"].items()}
-    assert stored() == {"date": today.isoformat(), "ms": expected}
+        if days == 8:
+            expected = {name: time / 2 if name == ORIGINAL else time for name, time in first.ms.items()}
+            assert read_times(file) == {case: KeptTimes(today().isoformat(), expected)}
 
 
 def test_times_of_another_machine_are_not_used(inject: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     calls = inject(FAST_INT4, 5.0)
     auto(budget=0.9)
-    monkeypatch.setattr(layer_times, "_machine", lambda: "another")
+    monkeypatch.setattr(layer_times, "machine", lambda: "another")
     auto(budget=0.9)
     assert len(calls) == 2
 

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import onnx
 import onnxruntime as ort
 import pytest
 
 import ortolan
 from ortolan.graph_passes.measure.sessions import open_quietly
-from ortolan.provider import PROVIDER, has_provider
+from ortolan.provider import PROVIDER
 
 ORT_VERSION = tuple(int(part) for part in ort.__version__.split(".")[:2])
 _RECORD = "session.record_ep_graph_assignment_info"
 
 needs_provider = pytest.mark.skipif(
-    not has_provider() or not hasattr(ort.InferenceSession, "get_provider_graph_assignment_info"),
-    reason="the library was built without the execution provider, or onnxruntime is older than 1.24",
+    not hasattr(ort.InferenceSession, "get_provider_graph_assignment_info"),
+    reason="onnxruntime is older than 1.24",
 )
 
 
 def provider_session(
-    model: onnx.ModelProto | str, threads: int = 1, log: int = 4, **entries: str
+    model: onnx.ModelProto | str,
+    threads: int = 1,
+    log: int = 4,
+    *,
+    claims: Literal["faster", "all"] = "all",
+    **entries: str,
 ) -> ort.InferenceSession:
-    """Open a session with the provider.
+    """Open a session with the provider, by default one that claims all supported nodes, whatever the CPU.
 
     log: severity level. entries: session configuration; two underscores in a name become a dot.
     """
-    options = ortolan.session_options()
+    options = ortolan.session_options(claims=claims)
     options.intra_op_num_threads = threads
     options.log_severity_level = log
     options.add_session_config_entry(_RECORD, "1")

@@ -131,7 +131,7 @@ def test_a_whole_encoder_is_near(precision: str) -> None:
 
 
 def test_options_that_the_provider_does_not_know_are_errors() -> None:
-    with pytest.raises(Exception, match="no option 'Precision', expected precision, claims or claims_file"):
+    with pytest.raises(Exception, match="no option 'Precision', expected precision, claims, times_file or claims_file"):
         provider_session(layer_model("MatMul"), ep__ortolanexecutionprovider__Precision="bf16")
     with pytest.raises(ValueError, match="precision is 'int3', expected one of float32, bf16, int8"):
         ortolan.session_options(precision="int3")  # type: ignore[arg-type]
@@ -141,5 +141,5 @@ def test_inspection_with_a_precision(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(layer_model("Gemm"), path)
     assert ortolan.inspect_provider(path).nodes == []
-    (node,) = ortolan.inspect_provider(path, precision="bf16").nodes
+    (node,) = ortolan.inspect_provider(path, precision="bf16", claims="all").nodes
     assert (node.node, node.taken, node.what) == ("linear", True, "40 x 24, floats as bf16")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -22,25 +21,13 @@ from ortolan.provider import PROVIDER
 
 from ..docs.pages import ROOT, blocks
 from .nbits_models import NBits
+from .ort_headers import headers
 from .sessions import needs_provider
 from .test_context import FORMAT, compile_model
 from .test_inspection import TAKEN, two_layers
 from .test_registration import run_python
 
 EXAMPLE = ROOT / "examples" / "c"
-
-
-def headers() -> Path | None:
-    """Return the folder of ONNX Runtime's C headers (1.23 or later), searched as in ops/ort/ep_headers.cmake."""
-    named = os.environ.get("ORT_EP_INCLUDE_DIR")
-    built = [path.parent for path in ROOT.glob("build/**/ort_ep_headers/onnxruntime_ep_c_api.h")]
-    told = [Path(line) for cache in ROOT.glob("build/**/CMakeCache.txt") for line in cached(cache)]
-    folders = [*([Path(named)] if named else []), *told, ROOT.parent / "shared" / "ort-1.29", *built]
-    return next((folder for folder in folders if (folder / "onnxruntime_ep_c_api.h").is_file()), None)
-
-
-def cached(cache: Path) -> list[str]:
-    return re.findall(r"^ORT_EP_INCLUDE_DIR:\w+=(.+)$", cache.read_text(errors="replace"), re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +37,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pytest.skip(f"the C example needs {tool}")
     include = headers()
     if include is None:
-        pytest.skip("the C example needs ONNX Runtime's C headers of 1.23 or later: set ORT_EP_INCLUDE_DIR")
+        pytest.skip("the C example needs ONNX Runtime's C headers: set ORT_INCLUDE_DIR")
     library = next(Path(ort.__file__).parent.glob("capi/libonnxruntime.so.*"), None)
     if library is None:
         pytest.skip("onnxruntime's package holds no libonnxruntime.so")

@@ -24,7 +24,6 @@ from ..ops.group_node import node_model
 from ..ops.groups import GroupLayer
 from ..ops.single_node import assert_same_bits
 from ..passes.int8_layers import Int8Layer
-from ..passes.small_models import matmul_model
 from .int8_models import all_claims, dense_integers
 from .nbits_models import NBits, whole
 from .sessions import claimed, needs_provider, plain_session, provider_session
@@ -105,19 +104,6 @@ def test_an_old_host_gets_a_status(version: str) -> None:
     assert count.value == 0
     expected = f"this ONNX Runtime is version {version}, Ortolan's execution provider needs 1.23 or later"
     assert told[0].decode().startswith(expected)
-
-
-@needs_provider
-def test_a_library_without_the_provider_is_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    library = tmp_path / "libortolan_ops.so"
-    library.write_bytes(b"RegisterCustomOps\0")
-    monkeypatch.setattr(provider, "get_library_path", lambda: str(library))
-    monkeypatch.setattr(provider, "_devices", lambda onnxruntime: [])
-    assert not provider.has_provider()
-    with pytest.raises(ortolan.LibraryError, match=r"built without the execution provider.*ORT_EP_INCLUDE_DIR"):
-        ortolan.register_provider()
-    report = ortolan.optimize_onnx(matmul_model(), dry_run=True, weights="bf16")
-    assert any("built without the execution provider" in note and "npm" in note for note in report.notes)
 
 
 @needs_provider

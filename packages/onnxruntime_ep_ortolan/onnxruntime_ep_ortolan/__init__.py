@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from ortolan.provider import PROVIDER, library_with_provider
+import ortolan
+from ortolan.provider import PROVIDER
 
 
 def get_library_path() -> str:
-    """Return the library's path for `onnxruntime.register_execution_provider_library`.
-
-    Raises:
-        ortolan.LibraryError: The library was built without the provider.
-    """
-    return library_with_provider()
+    """Return the library's path for `onnxruntime.register_execution_provider_library`."""
+    return ortolan.get_library_path()
 
 
 def get_ep_name() -> str:
