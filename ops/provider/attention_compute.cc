@@ -126,9 +126,13 @@ AttentionCompute::AttentionCompute(ContextReader& reader, const IoSlots& slots) 
       spec_.inputs[0].slot && (!parts_.empty() || spec_.inputs[1].slot.has_value() == spec_.inputs[2].slot.has_value());
   const AttentionSpec::Cache& cache = spec_.cache;
   const bool is_cache_whole = !spec_.has_cache || (cache.past_key.slot && cache.past_value.slot &&
-                                                   cache.cos.slot.has_value() == cache.sin.slot.has_value());
-  if (spec_.heads % spec_.kv_heads != 0 || !has_all || !is_cache_whole || (spec_.has_cache && !parts_.empty()) ||
-      (!spec_.has_cache && parts_.empty() && !spec_.inputs[1].slot)) {
+                                                   cache.cos.slot.has_value() == cache.sin.slot.has_value() &&
+                                                   (!cache.cos.slot || spec_.head_dim % 2 == 0));
+  const bool are_masks_whole = std::all_of(spec_.masks.begin(), spec_.masks.end(), [](const MaskSpec& mask) {
+    return mask.kind == MaskSpec::Kind::kAdded || mask.input.slot;
+  });
+  if (spec_.heads % spec_.kv_heads != 0 || !has_all || !is_cache_whole || !are_masks_whole ||
+      (spec_.has_cache && !parts_.empty()) || (!spec_.has_cache && parts_.empty() && !spec_.inputs[1].slot)) {
     throw Error("its record lacks an input, or has ", spec_.heads, " heads and ", spec_.kv_heads, " key heads");
   }
   for (size_t role = 0; role < 3; ++role) {

@@ -64,8 +64,8 @@ struct AttentionSpec {
 template <typename Archive, typename Spec>
 void VisitAttention(Archive& archive, Spec& spec) {
   constexpr int64_t kLayouts = std::size(match::kLayoutNames);
-  const auto input = [&](auto& one, ElementType type = ElementType::kFloat) {
-    archive.Input(one.slot, type);
+  const auto input = [&](auto& one, ElementType type = ElementType::kFloat, bool is_exact = false) {
+    archive.Input(one.slot, type, is_exact);
     archive.String(one.name);
   };
   archive.String(spec.node);
@@ -99,10 +99,12 @@ void VisitAttention(Archive& archive, Spec& spec) {
   archive.Flag(spec.has_cache);
   if (!spec.has_cache) return;
   auto& cache = spec.cache;
-  for (auto* const one : {&cache.past_key, &cache.past_value, &cache.cos, &cache.sin}) input(*one);
+  for (auto* const one : {&cache.past_key, &cache.past_value, &cache.cos, &cache.sin}) {
+    input(*one, ElementType::kFloat, true);
+  }
   for (auto* const one : {&cache.lengths, &cache.total}) input(*one, ElementType::kInt32);
-  archive.Output(cache.present_key);
-  archive.Output(cache.present_value);
+  archive.Output(cache.present_key, true);
+  archive.Output(cache.present_value, true);
   archive.Flag(cache.interleaved);
 }
 

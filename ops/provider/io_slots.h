@@ -20,15 +20,15 @@ class IoSlots {
   // not the step's, because steps do not convert types.
   size_t Input(ContextReader& reader) const;
   std::optional<size_t> InputOrNone(ContextReader& reader) const;
-  // Return nullopt if no node reads the output.
-  std::optional<size_t> Output(ContextReader& reader) const;
+  // Return nullopt if no node reads the output. is_exact: a float value must not be float16.
+  std::optional<size_t> Output(ContextReader& reader, bool is_exact = false) const;
   // Return null if the record has no input there.
-  Value InputValue(ContextReader& reader, ElementType type) const;
+  Value InputValue(ContextReader& reader, ElementType type, bool is_exact = false) const;
 
   size_t SlotOf(Value input) const { return InputSlot(fused_, input); }
 
  private:
-  Value Find(const std::vector<Value>& values, int64_t index, ElementType type) const;
+  Value Find(const std::vector<Value>& values, int64_t index, ElementType type, bool is_exact = false) const;
 
   const Node& node_;
   const Node& fused_;

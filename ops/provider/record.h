@@ -27,8 +27,8 @@ class RecordWriter {
   void String(const std::string& text) { writer_.String(text); }
   void Floats(std::span<const float> values) { writer_.Array(values); }
   void Tensor(const FloatTensor& tensor, const char*) { WriteTensor(writer_, tensor); }
-  void Input(const std::optional<size_t>& slot, ElementType) { WriteSlot(writer_, slot); }
-  void Output(const std::optional<size_t>& slot) { WriteSlot(writer_, slot); }
+  void Input(const std::optional<size_t>& slot, ElementType, bool = false) { WriteSlot(writer_, slot); }
+  void Output(const std::optional<size_t>& slot, bool = false) { WriteSlot(writer_, slot); }
   // Write the count, then each item.
   template <typename Items, typename Each>
   void List(const Items& items, size_t, const char*, const Each& each) {
@@ -64,11 +64,11 @@ class RecordReader {
   void String(std::string& text) { text = reader_.String(); }
   void Floats(std::span<const float>& values) { values = reader_.Array<float>(); }
   void Tensor(FloatTensor& tensor, const char* what) { tensor = ReadTensor(reader_, what); }
-  void Input(std::optional<size_t>& slot, ElementType type) {
-    const Value value = slots_.InputValue(reader_, type);
+  void Input(std::optional<size_t>& slot, ElementType type, bool is_exact = false) {
+    const Value value = slots_.InputValue(reader_, type, is_exact);
     slot = value == nullptr ? std::nullopt : std::optional(slots_.SlotOf(value));
   }
-  void Output(std::optional<size_t>& slot) { slot = slots_.Output(reader_); }
+  void Output(std::optional<size_t>& slot, bool is_exact = false) { slot = slots_.Output(reader_, is_exact); }
   template <typename Items, typename Each>
   void List(Items& items, size_t most, const char* what, const Each& each) {
     int64_t count = 0;

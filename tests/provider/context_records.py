@@ -51,17 +51,16 @@ class _Walk:
         if self.integer(name):
             self.integers(name, ".least", ".most")
 
-    def target(self, name: str) -> None:
-        self.integer(f"{name}.copies")
-        for i in range(self.integer(f"{name}.sizes")):
-            self.integers(f"{name}.{i}", ".kind", ".number", ".input")
+    def input(self, name: str) -> int:
+        slot = self.integer(name)
+        self.text()
+        return slot
 
     def mask(self, name: str) -> None:
         self.integer(f"{name}.kind")
-        given = self.integer(f"{name}.input")
-        self.integers(name, ".hides", ".fill", ".is_cut")
-        if given == -1:
+        if self.input(f"{name}.input") == -1:
             self.tensor(name)
+        self.integers(name, ".hides", ".fill", ".scale", ".heads", ".windows", ".truncated")
 
     def tensor(self, name: str) -> None:
         for i in range(self.integer(f"{name}.axes")):
@@ -79,27 +78,36 @@ class _Walk:
                 self.tensor(f"operand{i}")
 
     def attention(self) -> None:
-        for i in range(self.integer("parts")):
-            self.layers(f"part{i}")
-        self.integers("", "heads", "head_dim", "scale", "causal", "zero_hidden_rows", "zero_rows")
-        for name in ("query", "key", "value"):
-            self.target(name)
-        for i in range(self.integer("views")):
-            self.target(f"view{i}")
-        self.target("merge")
+        self.text()
+        roles = ("query", "key", "value")
+        for role in roles:
+            self.input(role)
+        self.integers("", *(f"{role}.layout" for role in roles))
+        for role in roles:
+            self.array(f"{role}.bias")
+        self.integers("", "heads", "kv_heads", "head_dim", "scale")
+        self.integers("", "causal", "zero_hidden_rows", "is_precise", "is_beside_cache")
+        self.input("zero_rows")
         for i in range(self.integer("masks")):
             self.mask(f"mask{i}")
+        self.integers("", "y.layout", "y")
+        if self.integer("has_cache"):
+            for name in ("past_key", "past_value", "cos", "sin", "lengths", "total"):
+                self.input(name)
+            self.integers("", "present_key", "present_value", "interleaved")
+        for i in range(self.integer("parts")):
+            self.layers(f"part{i}")
 
     def step(self) -> None:
         kind = self.integer("kind")
         if kind == NORM:
             return self.norm()
+        if kind == ATTENTION:
+            return self.attention()
         if kind != COPY:
             self.text()
             self.text()
         self.integers("", "x", "y")
-        if kind == ATTENTION:
-            return self.attention()
         if kind == COPY:
             return self.bounds("bounds")
         self.integer("residual")

@@ -495,6 +495,9 @@ APART: dict[str, Build] = BY_HEADS | {
 }
 
 
+OF_NINE_ROWS = ("sequences last", "windows")
+
+
 def apart_feeds(model: onnx.ModelProto, rows: int) -> dict[str, np.ndarray]:
     """Return inputs. Keys of another input are 7 more than the queries, and the first sequence has 3 of padding."""
     rng, given = np.random.default_rng(rows), {}
@@ -512,7 +515,7 @@ def apart_feeds(model: onnx.ModelProto, rows: int) -> dict[str, np.ndarray]:
 def test_attention_apart_from_its_layers(form: str, int8: Any) -> None:
     """The layers are claimed too, in groups of their own."""
     model = int8(built(APART[form]))
-    given = [apart_feeds(model, rows) for rows in ((9,) if form in ("sequences last", "windows") else (1, S, 70))]
+    given = [apart_feeds(model, rows) for rows in ((9,) if form in OF_NINE_ROWS else (1, S, 70))]
     assert layers(provider_session(model)) == op_types(model).count("MatMulInteger")
     check_answers(model, *given)
     check(model, *given)

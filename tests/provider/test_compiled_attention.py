@@ -12,21 +12,24 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from ortolan.models import tiny
 
 from ..ops.single_node import assert_same_bits
-from ..passes.attention_forms import unknown_heads
-from ..passes.attention_graphs import FLOAT, B, H, S, W, feeds
+from ..passes.attention_graphs import FLOAT, B, H, S, feeds
+from .cached_models import Form
 from .context_records import LAYERS, steps
-from .sessions import needs_provider
+from .sessions import needs_provider, provider_session
 from .test_attention import (
+    APART,
+    OF_NINE_ROWS,
     TAKEN,
-    all_claims,
+    apart_feeds,
     attentions,
     built,
     constant_mask,
+    cross,
     cut_mask,
     four_bits,
     int8,
@@ -92,6 +95,12 @@ def test_four_bits(form: str, tmp_path: Path) -> None:
     check(model, tmp_path, *(feeds(model, rows) for rows in (1, S, 70)))
 
 
+@pytest.mark.parametrize("form", APART)
+def test_apart_from_its_layers(form: str, int8: Quantize, tmp_path: Path) -> None:
+    model = int8(built(APART[form]))
+    check(model, tmp_path, *(apart_feeds(model, rows) for rows in ((9,) if form in OF_NINE_ROWS else (1, S, 70))))
+
+
 @pytest.mark.parametrize("padding", [0, 2, 3])
 def test_biases_and_key_padding(padding: int, int8: Quantize, tmp_path: Path) -> None:
     model = int8(built(with_biases(padding=padding, mask_filter_value=-7.5)))
@@ -145,15 +154,6 @@ def check_both(
     for session in sessions:
         with pytest.raises(Exception, match=error):
             session.run(None, given)
-
-
-def test_the_number_of_heads(int8: Quantize, tmp_path: Path) -> None:
-    model = int8(built(unknown_heads))
-    sessions, x = both(model, tmp_path), feeds(model)["x"]
-    for shape in ([B, S, 1, W], [B, S, 6, W // 6], [0, -1, 2 * H, W // H // 2]):
-        check_both(sessions, {"x": x, "shape": np.array(shape)})
-    for shape in ([B, S, H, W // H + 1], [B, S, -1, -1], [B, -1, 2 * H, W // H], [1, 1, 1, -2]):
-        check_both(sessions, {"x": x, "shape": np.array(shape)}, error="shape")
 
 
 def test_the_number_of_rows(int8: Quantize, tmp_path: Path) -> None:
@@ -244,40 +244,40 @@ LARGE = 1 << 40
     [
         ({"kind": 4}, "a step has kind 4, expected 0 to 3"),
         ({"kind": LAYERS}, "."),
-        ({"x": 9}, "input/output index 9"),
-        ({"x": -1}, "input/output index -1"),
+        ({"query": 9}, "input/output index 9"),
+        ({"query": -1}, "its record lacks an input"),
+        ({"query": -2}, "input/output index -2"),
+        ({"query__layout": 6}, "a layout is 6, expected 0 to 5"),
+        ({"value__layout": -1}, "a layout is -1"),
+        ({"key__bias__bytes": 4}, "."),
+        ({"y__layout": LARGE}, "the output's layout is 1099511627776"),
         ({"y": 1}, "input/output index 1"),
         ({"y": -1}, "its 1 steps do not compute all of its 1 outputs"),
-        ({"parts": 2}, "queries, keys and values have 2 weights, expected 1 or 3"),
-        ({"parts": 0}, "have 0 weights"),
-        ({"parts": LARGE}, "weights, expected 1 or 3"),
+        ({"parts": 2}, "queries, keys and values have 2 weights, expected 0, 1 or 3"),
+        ({"parts": 0}, "."),
+        ({"parts": LARGE}, "weights, expected 0, 1 or 3"),
         ({"part0": 4}, "a weight has kind 4, expected 0 to 3"),
-        ({"heads": 0}, "has 0 heads of 12"),
-        ({"heads": -4}, "has -4 heads of 12"),
-        ({"heads": 5}, "attention of 48 columns has 5 heads of 12"),
-        ({"heads": LARGE}, "heads of 12"),
-        ({"head_dim": 0}, "has 4 heads of 0"),
-        ({"scale": bits(np.nan)}, "the scale of the scores is not finite: -?nan"),
-        ({"scale": bits(np.inf)}, "the scale of the scores is not finite: inf"),
+        ({"heads": 0}, "the number of heads is 0, expected 1 to 65536"),
+        ({"heads": -4}, "the number of heads is -4"),
+        ({"heads": 5}, "queries, keys and values have 1 weights of sizes 48 x 144"),
+        ({"heads": 8}, "queries, keys and values have 1 weights of sizes 48 x 144"),
+        ({"kv_heads": 0}, "the number of key heads is 0"),
+        ({"kv_heads": 2}, "queries, keys and values have 1 weights of sizes 48 x 144"),
+        ({"head_dim": 0}, "the width of a head is 0"),
+        ({"head_dim": 1 << 16}, "queries, keys and values have 1 weights of sizes 48 x 144"),
+        ({"scale": bits(np.nan)}, "the scale is NaN"),
         ({"causal": 2}, "a flag is 2, expected 0 or 1"),
         ({"zero_hidden_rows": -1}, "a flag is -1"),
+        ({"is_precise": 2}, "a flag is 2"),
+        ({"is_beside_cache": 2}, "a flag is 2"),
         ({"zero_rows": 0}, "has another type than its step expects"),
         ({"zero_rows": -2}, "input/output index -2"),
-        ({"query__copies": 3}, "a flag is 3"),
-        ({"query__sizes": -1}, "there are -1 sizes of a Reshape"),
-        ({"query__sizes": LARGE}, "."),
-        ({"key__0__kind": 7}, "size 0 of a Reshape has an invalid slot or kind 7"),
-        ({"key__0__kind": -1}, "invalid slot or kind -1"),
-        ({"key__0__kind": 1}, "invalid slot or kind 1"),  # kind 1 needs a value, which this record lacks
-        ({"key__0__kind": 2, "key__0__number": -1}, "size -1 of a Reshape has an invalid slot or kind 2"),
-        ({"value__1__input": 0}, "has another type than its step expects"),
-        ({"views": 1}, "there are 1 Reshapes of transposed keys, expected 0 or 2"),
-        ({"views": -2}, "there are -2 views of keys"),
-        ({"masks": -1}, "there are -1 masks"),
-        ({"masks": 17}, "there are 17 masks"),
-        ({"mask0__kind": 1}, "a condition masks scores with the invalid value 0"),
-        ({"mask0__kind": 2}, "key padding that adds 0 is missing"),
-        ({"mask0__kind": 3}, "a mask has kind 3, expected 0 to 2"),
+        ({"has_cache": 1}, "."),
+        ({"masks": -1}, "the number of masks is -1"),
+        ({"masks": 65}, "the number of masks is 65, expected 0 to 64"),
+        ({"mask0__kind": 1}, "its record lacks an input"),
+        ({"mask0__kind": 2}, "its record lacks an input"),
+        ({"mask0__kind": 3}, "the kind of a mask is 3, expected 0 to 2"),
         ({"mask0__axes": -1}, "there are -1 axes of a mask"),
         ({"mask0__axes": LARGE}, "."),
         ({"mask0__axis2": 0}, "a mask of shape .* has 81 numbers"),
@@ -288,7 +288,10 @@ LARGE = 1 << 40
         ({"mask0__numbers__bytes": 81 * 4 - 1}, "a section of 4-byte elements has 323 bytes"),
         ({"mask0__numbers__first": 1}, "a section of 4-byte elements"),
         ({"mask0__numbers__first": LARGE}, "a section of 4-byte elements"),
-        ({"mask0__is_cut": 2}, "a flag is 2"),
+        ({"mask0__scale": bits(np.nan)}, "the scale of a mask is NaN"),
+        ({"mask0__heads": -1}, "the number of a mask's heads is -1"),
+        ({"mask0__windows": 2}, "a flag is 2"),
+        ({"mask0__truncated": 2}, "a flag is 2"),
     ],
 )
 def test_wrong_numbers(numbers: dict[str, int], pattern: str, int8: Quantize, tmp_path: Path) -> None:
@@ -300,9 +303,8 @@ def test_wrong_numbers(numbers: dict[str, int], pattern: str, int8: Quantize, tm
 @pytest.mark.parametrize(
     "numbers, pattern",
     [
-        ({"mask1__fill": bits(np.nan)}, "a condition masks scores with the invalid value -?nan"),
-        ({"mask1__fill": bits(-1e4)}, "a condition masks scores with the invalid value -10000"),
-        ({"mask1__input": -1}, "a condition masks scores with the invalid value"),
+        ({"mask1__fill": bits(np.nan)}, "the fill of a mask is NaN"),
+        ({"mask1__input": -1}, "."),
         ({"mask1__kind": 0}, "has another type than its step expects"),
         ({"mask0__kind": 1}, "has another type than its step expects"),
         ({"mask0__kind": 2}, "has another type than its step expects"),
@@ -316,14 +318,46 @@ def test_wrong_conditions(numbers: dict[str, int], pattern: str, tmp_path: Path)
     refuse(tmp_path, pattern)
 
 
-def test_sizes_of_no_whole_numbers(int8: Quantize, tmp_path: Path) -> None:
-    """The input with the number of heads must be an integer."""
-    compile_model(int8(built(unknown_heads)), tmp_path)
+@pytest.mark.parametrize(
+    "numbers, pattern",
+    [
+        ({"past_key": -1}, "its record lacks an input"),
+        ({"past_value": -1}, "its record lacks an input"),
+        ({"past_key": 5}, "has another type than its step expects"),
+        ({"key": -1}, "its record lacks an input"),
+        ({"cos": -1}, "its record lacks an input"),
+        ({"lengths": 0}, "has another type than its step expects"),
+        ({"total": 3}, "has another type than its step expects"),
+        ({"present_key": -1}, "do not compute all of its 3 outputs"),
+        ({"present_key": 2}, "two steps compute output 2"),
+        ({"present_value": 3}, "input/output index 3"),
+        ({"interleaved": 2}, "a flag is 2"),
+        ({"kv_heads": 4}, "has 6 heads and 4 key heads"),
+        ({"head_dim": 15}, "its record lacks an input"),
+        ({"has_cache": 0}, "."),
+        ({"parts": 1}, "."),
+    ],
+)
+def test_wrong_caches(numbers: dict[str, int], pattern: str, tmp_path: Path) -> None:
+    compile_model(Form(rotary="half").model(), tmp_path)
+    change(tmp_path, 0, **numbers)
+    refuse(tmp_path, pattern)
+
+
+@pytest.mark.parametrize("name", ["past_key", "past_value", "cos", "present_key", "present_value"])
+def test_caches_of_another_type(name: str, tmp_path: Path) -> None:
+    """Steps read caches and rotary tables as float32."""
+    compile_model(Form(rotary="half").model(), tmp_path)
     model = onnx.load(tmp_path / "model_ctx.onnx")
-    (shape,) = (one for one in model.graph.input if one.name == "shape")
-    shape.type.tensor_type.elem_type = FLOAT
+    for one in (*model.graph.input, *model.graph.output):
+        if one.name == name:
+            one.type.tensor_type.elem_type = helper.TensorProto.FLOAT16
+    for tensor in model.graph.initializer:
+        if tensor.name == name:
+            halves = numpy_helper.to_array(tensor).astype(np.float16)
+            tensor.CopyFrom(numpy_helper.from_array(halves, name))
     onnx.save(model, tmp_path / "model_ctx.onnx")
-    refuse(tmp_path, "its value 'shape' has another type than its step expects")
+    refuse(tmp_path, f"its value '{name}' has another type than its step expects")
 
 
 def test_parts_of_different_sizes(int8: Quantize, tmp_path: Path) -> None:
@@ -353,7 +387,7 @@ def test_a_node_without_its_inputs(int8: Quantize, tmp_path: Path) -> None:
     refuse(tmp_path, "input/output index 1 out of range .1 available.")
 
 
-@pytest.mark.parametrize("kind", ["constant mask", "sizes", "three parts", "conditions"])
+@pytest.mark.parametrize("kind", ["constant mask", "cross attention", "three parts", "conditions", "cache"])
 def test_mutated_files_never_crash(kind: str, int8: Quantize, tmp_path: Path) -> None:
     entries: dict[str, str] = {}
     if kind == "conditions":
@@ -362,7 +396,10 @@ def test_mutated_files_never_crash(kind: str, int8: Quantize, tmp_path: Path) ->
     elif kind == "three parts":
         model = int8(ir.to_proto(tiny.tiny_bert(hidden_size=40, num_attention_heads=4, num_hidden_layers=1)))
         given = tokens(model, 2, 9)
+    elif kind == "cache":
+        form = Form(rotary="half", packed=True)
+        model, given = form.model(), form.feeds(2, 3, 5)
     else:
-        model = int8(built(constant_mask("cut") if kind == "constant mask" else unknown_heads))
-        given = feeds(model) | ({"shape": np.array([B, S, H, W // H])} if kind == "sizes" else {})
+        model = int8(built(constant_mask("cut") if kind == "constant mask" else cross))
+        given = apart_feeds(model, S)
     mutate_in_a_process(model, given, tmp_path, **entries)
