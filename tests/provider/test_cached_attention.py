@@ -381,7 +381,12 @@ def test_nothing_to_do(call: tuple[int, int, int]) -> None:
 CACHED_CALLS = ((0, 7), (9, 1), (9, 5), (0, 2))  # past, rows
 
 
-@pytest.mark.parametrize("form", cached_graphs.FORMS, ids=lambda form: form.__name__)
+# The masks of the other form are cut to the length of its own keys, so only a pass can change them.
+@pytest.mark.parametrize(
+    "form",
+    [one for one in cached_graphs.FORMS if one is not cached_graphs.constant_masks],
+    ids=lambda one: one.__name__,
+)
 def test_decomposed_forms(form: Callable[[cached_graphs.CachedGraph], str], tmp_path: Path) -> None:
     """A Concat appends to the cache: answers as in the optimized file and in the compiled model."""
     model = cached_graphs.model(form)

@@ -23,7 +23,6 @@ from .context_records import LAYERS, steps
 from .sessions import needs_provider
 from .test_attention import (
     TAKEN,
-    all_claims,
     attentions,
     built,
     constant_mask,
