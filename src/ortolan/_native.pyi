@@ -58,6 +58,7 @@ class Graph:
         read: Callable[[Any], tuple[int, list[int], Any] | None],
     ) -> None:
         """Make the graph; src/match_bindings.cc describes the tuples. `read` returns the tensor of a constant."""
+
 class Linear:
     """A linear layer and its weight as stored: ops/match/linear.h."""
 
