@@ -551,7 +551,7 @@ def in_branches(then: onnx.ModelProto, other: onnx.ModelProto) -> onnx.ModelProt
 
 
 @pytest.mark.skipif(ORT_VERSION < (1, 25), reason="nodes in branches are not claimed")
-@pytest.mark.parametrize("differ", ["in nothing", "in a constant of the attention", "in the weights", "in a node"])
+@pytest.mark.parametrize("differ", ["the same", "in a constant of the attention", "in the weights", "in a node"])
 def test_both_branches_of_an_if_have_attention_of_the_same_names(differ: str, int8: Any) -> None:
     then = int8(built(scaled(0.3)))
     other = int8(built(scaled(0.6 if differ == "in a constant of the attention" else 0.3)))
