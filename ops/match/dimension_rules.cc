@@ -296,13 +296,16 @@ std::optional<DimShape> DimensionRules::BroadcastInputs(size_t first, size_t end
   return shapes.empty() ? std::nullopt : Broadcast(shapes);
 }
 
-std::optional<DimShape> DimensionRules::ShapeFrom(const std::optional<Elements>& sizes) const {
-  if (!sizes) return std::nullopt;
+std::optional<DimShape> DimensionRules::ShapeFrom(size_t index) const {
+  const std::optional<Elements> sizes = ElementsIn(index);
+  const std::optional<DimShape> given = In(index);
+  const std::optional<int64_t> count = given && given->size() == 1 ? given->front().Number() : std::nullopt;
+  if (!sizes && (!count || *count < 0 || *count > static_cast<int64_t>(kMostRank))) return std::nullopt;
   DimShape shape;
-  for (const Element& size : *sizes) {
-    const Dim* const dim = size.AsDim();
+  for (size_t axis = 0; axis < (sizes ? sizes->size() : static_cast<size_t>(*count)); ++axis) {
+    const Dim* const dim = sizes ? (*sizes)[axis].AsDim() : nullptr;
     const bool is_size = dim != nullptr && (!dim->IsNumber() || dim->number() >= 0);
-    shape.push_back(is_size ? *dim : Unknown(shape.size()));
+    shape.push_back(is_size ? *dim : Unknown(axis));
   }
   return shape;
 }
@@ -390,7 +393,7 @@ std::optional<DimShape> DimensionRules::Transpose() {
 std::optional<DimShape> DimensionRules::Reshape() {
   const std::optional<DimShape> shape = In(0);
   const std::optional<std::vector<std::optional<Dim>>> target = dims_.ReshapeTarget(node_);
-  if (!target) return std::nullopt;
+  if (!target) return ElementsIn(1) ? std::nullopt : ShapeFrom(1);
   DimShape made, known;
   for (const std::optional<Dim>& dim : *target) {
     made.push_back(OrUnknown(dim, made.size()));
@@ -474,7 +477,7 @@ std::optional<DimShape> DimensionRules::GatherNd() {
   return made;
 }
 
-std::optional<DimShape> DimensionRules::Expand() { return Broadcast({In(0), ShapeFrom(ElementsIn(1))}); }
+std::optional<DimShape> DimensionRules::Expand() { return Broadcast({In(0), ShapeFrom(1)}); }
 
 // Return the length that a Slice of an axis has.
 std::optional<Dim> DimensionRules::Sliced(const Dim& dim, const Element& begin, const Element& end,
@@ -513,11 +516,14 @@ std::optional<DimShape> DimensionRules::Slice() {
     const int64_t count = starts                                                  ? std::ssize(*starts)
                           : given && given->size() == 1 && (*given)[0].IsNumber() ? (*given)[0].number()
                                                                                   : -1;
-    if (count < 0 || count > static_cast<int64_t>(kMostRank)) return std::nullopt;
-    axes.emplace();
-    for (int64_t axis = 0; axis < count; ++axis) axes->emplace_back(Dim(axis));
+    if (count >= 0 && count <= static_cast<int64_t>(kMostRank)) axes.emplace();
+    for (int64_t axis = 0; axes && axis < count; ++axis) axes->emplace_back(Dim(axis));
   }
-  if (!shape || !axes) return std::nullopt;
+  if (!shape) return std::nullopt;
+  if (!axes || std::any_of(axes->begin(), axes->end(), [](const Element& axis) { return !axis.AsInt(); })) {
+    for (size_t axis = 0; axis < shape->size(); ++axis) (*shape)[axis] = Unknown(axis);
+    return shape;
+  }
   for (size_t i = 0; i < axes->size(); ++i) {
     const std::optional<size_t> axis = AxisOf((*axes)[i].AsInt(), shape->size());
     if (!axis) return std::nullopt;
@@ -695,9 +701,8 @@ std::optional<DimShape> DimensionRules::Pad() {
 std::optional<DimShape> DimensionRules::Resize() {
   const std::optional<DimShape> shape = In(0);
   if (!shape) return std::nullopt;
-  const std::optional<DimShape> sizes = node_.HasAttribute("axes") || node_.HasAttribute("keep_aspect_ratio_policy")
-                                            ? std::nullopt
-                                            : ShapeFrom(ElementsIn(3));
+  const std::optional<DimShape> sizes =
+      node_.HasAttribute("axes") || node_.HasAttribute("keep_aspect_ratio_policy") ? std::nullopt : ShapeFrom(3);
   if (sizes && sizes->size() == shape->size()) return sizes;
   DimShape unknown;
   for (size_t axis = 0; axis < shape->size(); ++axis) unknown.push_back(Unknown(axis));

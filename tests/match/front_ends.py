@@ -21,6 +21,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from ortolan.errors import ModelError
+from ortolan.graph_passes.find.constants import constant_tensor
 from ortolan.graph_passes.find.dimensions import Dimensions
 from ortolan.provider import CLAIMS_FILE, options_with
 
@@ -50,12 +51,31 @@ def onnx_ir_texts(model: onnx.ModelProto | str) -> list[str]:
     return sorted({text for graph in loaded.graphs() for text in Dimensions(graph).native.attention_texts()})
 
 
+def folded(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model with values that are computed from constants as initializers, as ONNX Runtime's own optimizations
+    make them; they are disabled here."""
+    loaded = ir.from_proto(model)
+    for graph in loaded.graphs():
+        for node in tuple(graph):
+            tensors = [constant_tensor(value) for value in node.outputs if value.name]
+            if node.op_type == "Constant" or None in tensors or not tensors:
+                continue
+            for value, tensor in zip([value for value in node.outputs if value.name], tensors, strict=True):
+                kept = ir.val(value.name, const_value=ir.tensor(tensor.numpy(), name=value.name))
+                value.replace_all_uses_with(kept, replace_graph_outputs=True)
+                graph.remove(node, safe=False)
+                graph.register_initializer(kept)
+    return ir.to_proto(loaded)
+
+
 def differences(model: onnx.ModelProto | str) -> list[str] | None:
     """Return the lines that only one front end gives; None if ONNX Runtime or onnx-ir refuses the model."""
-    ours = provider_texts(model)
-    if ours is None:
-        return None
     try:
+        if isinstance(model, onnx.ModelProto):
+            model = folded(model)
+        ours = provider_texts(model)
+        if ours is None:
+            return None
         others = onnx_ir_texts(model)
     except ModelError:  # a constant that cannot be computed
         return None
