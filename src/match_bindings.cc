@@ -16,7 +16,7 @@ using match::ValueInfo;
 constexpr int64_t kMostKept = 128;  // constants of at most this number of elements are read from Python only once
 
 // Flags of a value.
-enum : int64_t { kInput = 1, kOutput = 2, kConstant = 4 };
+enum : int64_t { kInput = 1, kOutput = 2, kConstant = 4, kDefault = 8 };
 
 // Return a tensor (element type, shape, array or bytes); it keeps the Python object alive.
 match::Constant ConstantFrom(py::handle given, const std::string& name) {
@@ -61,6 +61,7 @@ ValueInfo ValueFrom(const py::tuple& given) {
   value.is_input = (flags & kInput) != 0;
   value.is_output = (flags & kOutput) != 0;
   value.is_constant = (flags & kConstant) != 0;
+  value.is_default = (flags & kDefault) != 0;
   if (given[4].is_none()) return value;
   if (value.is_constant) value.constant_shape.emplace();
   value.shape.emplace();

@@ -11,6 +11,7 @@ void BindCaches(py::module_& module);
 void BindRules(py::module_& module);
 void BindMatch(py::module_& module);
 void BindMatchEpilogue(py::module_& module);
+void BindMatchLinear(py::module_& module);
 
 namespace {
 
@@ -43,4 +44,5 @@ PYBIND11_MODULE(_native, module) {
   ortolan::BindRules(module);
   ortolan::BindMatch(module);
   ortolan::BindMatchEpilogue(module);
+  ortolan::BindMatchLinear(module);
 }

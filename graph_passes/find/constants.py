@@ -41,17 +41,11 @@ def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
     return _constant(node) if node.op_type == "Constant" else _computed(value)
 
 
-def why_not_computed(value: ir.Value) -> str | None:
-    """Name the node that prevents computing a value from constants; None if the value is not constant."""
-    if not _is_constant(value):
-        return None
-    for source in constant_values(value):
-        node = source.producer()
-        if node is not None and constant_tensor(source) is None:
-            inputs = [constant_tensor(one) for one in node.inputs if one is not None]
-            if None not in inputs:
-                return f"{node.op_type} ({node.name or source.name!r}) on constants that cannot be evaluated"
-    return None
+def required_constant(value: ir.Value | None) -> ir.TensorProtocol:
+    """Return the tensor of a value that is known to be constant."""
+    tensor = constant_tensor(value)
+    assert tensor is not None
+    return tensor
 
 
 def constant_key(value: ir.Value) -> Hashable:

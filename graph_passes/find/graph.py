@@ -12,7 +12,7 @@ from ortolan import _native
 from .constants import DEFAULT_DOMAINS, constant_tensor
 from .shape_inference import opset_of
 
-_INPUT, _OUTPUT, _CONSTANT = 1, 2, 4  # flags of a value
+_INPUT, _OUTPUT, _CONSTANT, _DEFAULT = 1, 2, 4, 8  # flags of a value
 _MOST_ELEMENTS = 16  # limit of tensor attributes
 _KINDS = ir.AttributeType
 _PLAIN = frozenset((_KINDS.INT, _KINDS.FLOAT, _KINDS.STRING, _KINDS.INTS, _KINDS.FLOATS))
@@ -23,6 +23,12 @@ def native_graph(graph: ir.Graph) -> _native.Graph:
     """Return a graph and its subgraphs in C++, as they are now. Constants are read when a rule needs them."""
     skeleton = _Skeleton(graph)
     return _native.Graph(skeleton.values, skeleton.graphs, opset_of(graph), _read)
+
+
+def native_linears(model: ir.Model) -> dict[ir.Node, _native.Linear | tuple[Any, str, bool]]:
+    """Return the linear layers and similar nodes of a model, subgraphs included; see _native.find_linears."""
+    linears = _native.find_linears(native_graph(model.graph))
+    return {one[0] if isinstance(one, tuple) else one.node: one for one in linears}
 
 
 class _Skeleton:
@@ -96,8 +102,8 @@ class _Skeleton:
             self._constants.discard(value)
             flags, dtype, owner = 0, value.dtype, value.graph
             is_input = value.is_graph_input()
-            if is_input and not value.is_initializer():  # callers may leave out an initializer
-                flags = _INPUT
+            if is_input:
+                flags = _DEFAULT if value.is_initializer() else _INPUT  # callers may leave out an initializer
             if value.shape is not None:
                 # Names of dimensions are reliable only at the model's inputs; the name of a Loop body's input describes
                 # only the first iteration. Only the main graph imports opsets.

@@ -16,11 +16,12 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
+from ortolan import _native
 from ortolan.errors import ModelError
 
-from .constants import DEFAULT_DOMAINS, constant_tensor, float_array, lazy
-from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, integer_attribute, makers, node_input
-from .quantized_weight import MAX_INPUTS, QuantizedWeight
+from .constants import constant_tensor, float_array, lazy, required_constant
+from .node_checks import MICROSOFT_DOMAIN, UnfitError, node_input
+from .quantized_weight import QuantizedWeight
 
 MATMUL_NBITS = "MatMulNBits"
 # Inputs of MatMulNBits that make up the weight: B, scales, zero_points, g_idx.
@@ -28,9 +29,7 @@ WEIGHT_INPUTS = (1, 2, 3, 4)
 BIAS_INPUT = 5
 
 _GROUP_SIZES = (128, 64, 32)  # group sizes of W4A8MatMul, fastest first
-_LARGEST_SIDE = 1 << 28  # equals kMaxDimension in ops/formats
 _MIDDLE = 8  # zero point of uint4 codes if the model gives none
-SCALE_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 INT4_TYPES = (ir.DataType.INT4, ir.DataType.UINT4)
 
 
@@ -63,58 +62,17 @@ def rounds_inputs(node: ir.Node) -> bool:
     return is_matmul_nbits(node) and level is not None and level.value == 4 and whole
 
 
-def read_matmul_nbits(node: ir.Node) -> StoredInt4 | str:
-    """Return the weight of a MatMulNBits node, or why it cannot be kept."""
-    try:
-        return _matmul_nbits(node)
-    except UnfitError as reason:
-        return str(reason)
+def read_blocks(linear: _native.Linear) -> StoredInt4:
+    """Return the 4-bit weight of a MatMulNBits node.
 
-
-def read_dequantized(value: ir.Value, transposed: bool) -> StoredInt4 | str | None:
-    """Return the weight that a layer's input [k, n] ([n, k] if transposed) dequantizes, or why it cannot be kept.
-
-    None: the input is not made by a DequantizeLinear of 4-bit integers, with at most Transpose and Identity between.
-    """
-    node = None
-    for node in makers(value, ("Identity", "Transpose")):
-        transposed ^= node.op_type == "Transpose" and not _keeps_order(node)
-    if node is None or node.op_type != "DequantizeLinear" or node.domain not in DEFAULT_DOMAINS:
-        return None
-    codes = constant_tensor(node_input(node, 0))
-    if codes is None or codes.dtype not in INT4_TYPES or len(codes.shape) != 2:
-        return None
-    try:
-        return _dequantized(node, codes, transposed)
-    except UnfitError as reason:
-        return str(reason)
-
-
-def _keeps_order(transpose: ir.Node) -> bool:
-    return "perm" in transpose.attributes and list(transpose.attributes["perm"].as_ints()) == [0, 1]
-
-
-def _matmul_nbits(node: ir.Node) -> StoredInt4:
-    """Read a MatMulNBits.
-
-    Weights are uint8 [n, blocks, block_size / 2] with two codes per byte, the first in the low nibble. Scales are
+    Codes are uint8 [n, blocks, block_size / 2] with two codes per byte, the first in the low nibble. Scales are
     [n, blocks]. Zero points are uint8 [n, ceil(blocks / 2)], packed like the codes, or [n, blocks] in the type of the
     scales. Scales and zero points may be flattened.
     """
-    k, n, block_size = (integer_attribute(node, name) for name in ("K", "N", "block_size"))
-    bits = integer_attribute(node, "bits", 4)
-    expect(bits == 4, f"its weight is stored in {bits} bits, expected 4 or 8")
-    expect(
-        integer_attribute(node, "weight_prepacked", 0) == 0,
-        "its weight is packed for another device (weight_prepacked)",
-    )
-    check_size(k, n)
-    expect(block_size > 0 and block_size % 2 == 0, f"its block_size is {block_size}, expected a multiple of 32")
+    k, n, block_size = linear.k, linear.n, linear.block_size
     blocks = -(-k // block_size)
-    packed = constant_input(node, 1, "B", (ir.DataType.UINT8,), (n, blocks, block_size // 2))
-    scales = constant_input(node, 2, "scales", SCALE_TYPES, (n, blocks), (n * blocks,))
-    if node_input(node, 4) is not None:
-        check_order(node, k, blocks, block_size)
+    packed, scales = required_constant(linear.codes), required_constant(linear.scales)
+    zero_points = constant_tensor(linear.zero_points)
     group_size = group_size_of(k, block_size)
     spread = partial(_spread, blocks=blocks, block_size=block_size, group_size=group_size, k=k)
 
@@ -135,7 +93,6 @@ def _matmul_nbits(node: ir.Node) -> StoredInt4:
         product: np.ndarray = -float_array(scales).reshape(n, blocks) * float_array(zero_points).reshape(n, blocks)
         return product.T
 
-    zero_points = _zero_points(node, scales.dtype, n, blocks)
     whole = zero_points is None or _are_whole(zero_points)
     q = numbers if zero_points is not None else lambda: numbers().view(np.int8) - np.int8(_MIDDLE)
     return _stored(
@@ -150,21 +107,6 @@ def _matmul_nbits(node: ir.Node) -> StoredInt4:
     )
 
 
-def _zero_points(node: ir.Node, scale_type: ir.DataType, n: int, blocks: int) -> ir.TensorProtocol | None:
-    """Return the zero points of a MatMulNBits, packed or unpacked; None if it has none."""
-    value = node_input(node, 3)
-    if value is None:
-        return None
-    tensor = constant_tensor(value)
-    if tensor is None or tensor.dtype == ir.DataType.UINT8:
-        packed = -(-blocks // 2)
-        return constant_input(node, 3, "zero_points", (ir.DataType.UINT8,), (n, packed), (n * packed,))
-    tensor = constant_input(node, 3, "zero_points", (ir.DataType.UINT8, scale_type), (n, blocks), (n * blocks,))
-    finite = bool(np.isfinite(float_array(tensor)).all())
-    expect(finite, f"its zero points {value.name!r} hold NaN or infinity, expected finite numbers")
-    return tensor
-
-
 def _are_whole(zero_points: ir.TensorProtocol) -> bool:
     """Return whether zero points are integers from 0 to 15."""
     if zero_points.dtype == ir.DataType.UINT8:
@@ -173,45 +115,15 @@ def _are_whole(zero_points: ir.TensorProtocol) -> bool:
     return bool(((array == np.rint(array)) & (array >= 0) & (array <= 15)).all())
 
 
-def check_order(node: ir.Node, k: int, blocks: int, block_size: int) -> None:
-    """Check that g_idx assigns inputs to blocks in order, as without g_idx."""
-    order = constant_input(node, 4, "g_idx", (ir.DataType.INT32,), (k,), (blocks * block_size,))
-    expect(
-        bool((order.numpy()[:k] == np.arange(k) // block_size).all()),
-        f"its g_idx {node.inputs[4].name!r} assigns inputs to groups out of order; quantize without act-order "  # type: ignore[union-attr]
-        "(desc_act = false)",
-    )
-
-
-def _dequantized(node: ir.Node, codes: ir.TensorProtocol, transposed: bool) -> StoredInt4:
-    """Read a DequantizeLinear of codes [k, n], or [n, k] if transposed.
+def read_dequantized(linear: _native.Linear) -> StoredInt4:
+    """Return the 4-bit weight of a layer that a DequantizeLinear computes.
 
     Scales and zero points are scalars, one per column, or one per block of k.
     """
-    shape = tuple(codes.shape.numpy())
-    k, n = shape[::-1] if transposed else shape
-    check_size(k, n)
-    axis, block_size = integer_attribute(node, "axis", 1), integer_attribute(node, "block_size", 0)
-    expect(-2 <= axis < 2, f"axis of its DequantizeLinear is {axis}, expected 0 or 1")
-    along_inputs = axis % 2 == int(transposed)
-    shapes: list[tuple[int, ...]]
-    if block_size:
-        expect(along_inputs, "its blocks are along the outputs, expected along the inputs")
-        expect(block_size > 0, f"its block_size is {block_size}, expected a multiple of 32")
-        blocks = -(-k // block_size)
-        shapes = [(n, blocks) if transposed else (blocks, n)]
-    else:
-        blocks, block_size = 1, k
-        shapes = [(), (1,)] if along_inputs else [(), (1,), (n,)]
-    scales = constant_input(node, 1, "scales", SCALE_TYPES, *shapes)
-    made = integer_attribute(node, "output_dtype", 0)
-    expect(
-        made in (0, scales.dtype.value), "the output type of its DequantizeLinear differs from the type of its scales"
-    )
-    zero_points = None
-    if node_input(node, 2) is not None:
-        zero_points = constant_input(node, 2, "zero_points", (codes.dtype,), tuple(scales.shape.numpy()))
-    group_size = group_size_of(k, block_size)
+    k, n, transposed, block_size = linear.k, linear.n, linear.codes_transposed, linear.block_size or linear.k
+    codes, scales, zero_points = required_constant(linear.codes), required_constant(linear.scales), linear.zero_points
+    zero_points = constant_tensor(zero_points)
+    blocks, group_size = -(-k // block_size), group_size_of(k, block_size)
 
     def spread(array: np.ndarray) -> np.ndarray:
         rows = np.broadcast_to(array, (1, n)) if array.ndim < 2 else array.T if transposed else array
@@ -286,9 +198,3 @@ def _spread(rows: np.ndarray, blocks: int, block_size: int, group_size: int, k: 
     """Expand [blocks, n] to [groups, n]."""
     groups = -(-k // group_size)
     return rows if (blocks, block_size) == (groups, group_size) else rows[np.arange(groups) * group_size // block_size]
-
-
-def check_size(k: int, n: int) -> None:
-    """Check the size of a weight."""
-    expect(k > 0 and 0 < n <= _LARGEST_SIDE, f"its weight is {k} x {n}, expected 1 or more inputs and outputs")
-    expect(k <= MAX_INPUTS, f"it has {k} inputs, expected at most {MAX_INPUTS}: int32 accumulators could overflow")

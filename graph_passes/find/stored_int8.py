@@ -21,8 +21,8 @@ from ortolan import _native
 
 from ..weights.quantizers.fixed_range import FixedRange
 from ..weights.quantizers.grid import SMALLEST_SCALE
-from .constants import DEFAULT_DOMAINS, constant_tensor, float_array, lazy
-from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, integer_attribute, makers, node_input
+from .constants import DEFAULT_DOMAINS, constant_tensor, float_array, lazy, required_constant
+from .node_checks import MICROSOFT_DOMAIN, makers, node_input
 from .quantized_weight import QuantizedWeight
 
 INT8_TYPES = (ir.DataType.INT8, ir.DataType.UINT8)
@@ -132,110 +132,12 @@ def stored_inputs(node: ir.Node) -> StoredInputs | None:
     return _INPUTS.get(node.op_type) if node.domain == MICROSOFT_DOMAIN else None
 
 
-def read_int8(node: ir.Node) -> StoredInt8Tensors | str:
-    """Return the weight of a node for which stored_inputs is not None, or why it cannot be read."""
-    inputs = _INPUTS[node.op_type]
-    try:
-        return read_stored_int8(node, *inputs.weight)
-    except UnfitError as reason:
-        return str(reason)
-
-
-def read_stored_int8(
-    node: ir.Node, codes: int, scales: int | np.ndarray, zero_points: int, transposed: bool = False
-) -> StoredInt8Tensors:
-    """Return the weight that a node stores.
-
-    Args:
-        node: the node that reads the weight.
-        codes: index of the input with the codes, [k, n], or [n, k] if transposed.
-        scales: index of the scales, or the scales themselves, float32 with 1 or n elements.
-        zero_points: index of the zero points, which may be missing.
-        transposed: whether the codes are [n, k].
-
-    Raises:
-        UnfitError: An input is not a constant of the expected type and shape, or a scale is out of range.
-    """
-    tensor = constant_input(node, codes, "weight", INT8_TYPES)
-    shape = _matrix_shape(tensor)
-    n = shape[0 if transposed else 1]
-    shapes = ((), (1,), (n,), (1, n))
-    if isinstance(scales, int):
-        scales = float_array(constant_input(node, scales, "weight's scales", FLOAT_TYPES, *shapes))
-    zeros = np.zeros(n, np.int16)
-    if node_input(node, zero_points) is not None:
-        zero = constant_input(node, zero_points, "weight's zero points", (tensor.dtype,), *shapes)
-        zeros = np.broadcast_to(zero.numpy().astype(np.int16).reshape(-1), (n,))
-    _check_scales(scales)
-    return StoredInt8Tensors(tensor, transposed, np.broadcast_to(scales.reshape(-1), (n,)), zeros)
-
-
-def _matrix_shape(weight: ir.TensorProtocol) -> tuple[int, ...]:
-    shape = tuple(weight.shape.numpy())
-    expect(len(shape) == 2, f"its weight {weight.name!r} is {len(shape)}-D, expected 2-D")
-    expect(min(shape) > 0, f"its weight {weight.name!r} is empty: {list(shape)}")
-    return shape
-
-
-def _check_scales(scales: np.ndarray) -> None:
-    """Check that kernels can compute with all scales."""
-    problem = _native.why_not_scales(scales)
-    expect(not problem, problem)
-
-
-@dataclass(frozen=True)
-class Malformed:
-    """The reason why the result of a DequantizeLinear is not a usable weight."""
-
-    reason: str
-
-
-def read_dequantized_int8(value: ir.Value, transposed: bool) -> StoredInt8 | Malformed | str | None:
-    """Return the weight that a layer's input [k, n] ([n, k] if transposed) dequantizes, or why it cannot be kept.
-
-    None: the input is not made by a DequantizeLinear of 8-bit integers, with at most Transpose and Identity between.
-    """
-    node = None
-    for node in makers(value, ("Identity", "Transpose")):
-        transposed ^= node.op_type == "Transpose" and not keeps_order(node)
-    if node is None or node.op_type != "DequantizeLinear" or node.domain not in DEFAULT_DOMAINS:
-        return None
-    codes = constant_tensor(node_input(node, 0))
-    if codes is None or codes.dtype not in INT8_TYPES or len(codes.shape) != 2:
-        return None
-    try:
-        scales = constant_input(node, 1, "weight's scales", FLOAT_TYPES)
-    except UnfitError as reason:
-        return str(reason)
-    try:
-        _check_scales(float_array(scales))
-    except UnfitError as reason:
-        return Malformed(str(reason))
-    try:
-        return _dequantized(node, codes, transposed)
-    except UnfitError as reason:
-        return str(reason)
-
-
-def keeps_order(transpose: ir.Node) -> bool:
-    """Return whether a Transpose changes nothing."""
-    return "perm" in transpose.attributes and list(transpose.attributes["perm"].as_ints()) == [0, 1]
-
-
-def _dequantized(node: ir.Node, codes: ir.TensorProtocol, transposed: bool) -> StoredInt8 | str:
-    axis, block_size = integer_attribute(node, "axis", 1), integer_attribute(node, "block_size", 0)
-    expect(-2 <= axis < 2, f"axis of its DequantizeLinear is {axis}, expected 0 or 1")
-    expect(block_size == 0, f"its scales are per block of {block_size} inputs, expected one scale, or one per output")
-    numbers = read_stored_int8(node, 0, 1, 2, transposed)
-    scales = constant_tensor(node.inputs[1])
-    assert scales is not None
-    along_inputs = axis % 2 == int(transposed)
-    expect(scales.size == 1 or not along_inputs, "its scales are per input, expected one scale, or one per output")
-    made = integer_attribute(node, "output_dtype", 0)
-    expect(
-        made in (0, scales.dtype.value), "the output type of its DequantizeLinear differs from the type of its scales"
+def read_int8(linear: _native.Linear) -> StoredInt8Tensors:
+    """Return the tensors of an 8-bit weight with one scale, or one per column."""
+    codes = required_constant(linear.codes)
+    return StoredInt8Tensors(
+        codes, linear.codes_transposed, linear.scales_of_columns(), linear.zero_points_of_columns()
     )
-    return numbers.stored()
 
 
 # --- activations -----------------------------------------------------------------------------------------------------

@@ -19,11 +19,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from ortolan import _native
+
 from ..weights.quantizers.grid import LEVELS, narrowed
-from .constants import DEFAULT_DOMAINS, constant_tensor, float_array, lazy
+from .constants import DEFAULT_DOMAINS, constant_tensor, float_array, lazy, required_constant
 from .node_checks import UnfitError, constant_input, expect, integer_attribute, node_input
 from .quantized_weight import MAX_INPUTS, too_wide
-from .stored_int4 import INT4_TYPES, SCALE_TYPES, StoredInt4, check_order, check_size, group_size_of
+from .stored_int4 import INT4_TYPES, StoredInt4, group_size_of
 from .stored_int8 import FLOAT_TYPES, INT8_TYPES, ZERO_POINTS, StoredInt8, StoredInt8Tensors
 
 _MOVES = ("Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze")
@@ -62,13 +64,10 @@ def read_weight_only(value: ir.Value, transposed: bool) -> Stored:
     return _once(value, transposed, roots, lambda: _read(value, transposed))
 
 
-def read_matmul_nbits_int8(node: ir.Node) -> StoredInt8 | str:
+def read_blocks_int8(linear: _native.Linear) -> StoredInt8 | str:
     """Return the weight of an 8-bit MatMulNBits node, or why it cannot be kept."""
-    value = node_input(node, 1)
-    if value is None:
-        return "its input B is missing"
-    roots = [tensor for one in node.inputs[1:5] if (tensor := constant_tensor(one)) is not None]
-    found = _once(value, False, roots, lambda: _matmul_nbits(node))
+    roots = [tensor for one in linear.node.inputs[1:5] if (tensor := constant_tensor(one)) is not None]
+    found = _once(linear.codes, False, roots, lambda: _blocks(linear))
     assert isinstance(found, StoredInt8 | str)
     return found
 
@@ -112,30 +111,17 @@ def _read(value: ir.Value, transposed: bool) -> Stored:
     return _four_bits(found) if found.dtype in INT4_TYPES else _eight_bits(found)
 
 
-def _matmul_nbits(node: ir.Node) -> StoredInt8 | str:
+def _blocks(linear: _native.Linear) -> StoredInt8 | str:
     """Read an 8-bit MatMulNBits: codes uint8 [n, blocks, block_size]; scales and zero points [n, blocks] or flat."""
-    k, n, block = (integer_attribute(node, name) for name in ("K", "N", "block_size"))
-    expect(
-        integer_attribute(node, "weight_prepacked", 0) == 0,
-        "its weight is packed for another device (weight_prepacked)",
-    )
-    check_size(k, n)
-    expect(block > 0, f"its block_size is {block}, expected a multiple of 32")
+    k, n, block = linear.k, linear.n, linear.block_size
     blocks = -(-k // block)
-    shapes = ((n, blocks), (n * blocks,))
-    packed = constant_input(node, 1, "B", (ir.DataType.UINT8,), (n, blocks, block))
-    scales = constant_input(node, 2, "scales", SCALE_TYPES, *shapes)
-    zeros = None
-    if node_input(node, 3) is not None:
-        zeros = constant_input(node, 3, "zero_points", (ir.DataType.UINT8, scales.dtype), *shapes)
-    if node_input(node, 4) is not None:
-        check_order(node, k, blocks, block)
+    packed, scales, zeros = required_constant(linear.codes), required_constant(linear.scales), linear.zero_points
 
     def spread(tensor: ir.TensorProtocol) -> _Array:
         rows = np.asarray(tensor.numpy()).astype(np.float32).reshape(n, blocks).T
         return np.repeat(rows, block, axis=0)[:k]
 
-    points = np.full((1, 1), 128, np.float32) if zeros is None else spread(zeros)
+    points = np.full((1, 1), 128, np.float32) if zeros is None else spread(required_constant(zeros))
     codes = packed.numpy
     return _eight_bits(
         _Scaled(lambda: codes().reshape(n, -1)[:, :k].T, packed.dtype, (k, n), spread(scales), points, True),

@@ -109,7 +109,7 @@ enum class Executor { kOperator, kProvider };
 // Return attention without a cache and similar subgraphs, in graph order.
 std::vector<FoundAttention> FindAttentions(const Dimensions& dims, Executor executor = Executor::kOperator);
 // Return cached attention and similar subgraphs, in graph order.
-std::vector<FoundAttention> FindCachedAttentions(const Dimensions& dims);
+std::vector<FoundAttention> FindCachedAttentions(const Dimensions& dims, Executor executor = Executor::kOperator);
 // Return the head width of a cache whose shape does not state it, as in models of new ONNX Runtime GenAI builders, from
 // the width of the queries of its GroupQueryAttention; nullopt if unknown.
 std::optional<int64_t> HeadSize(const Dimensions& dims, Value past);

@@ -276,12 +276,12 @@ Value Folded(const Dimensions& dims, Value value, const char* meaning, NodeSet& 
   return operand.base;
 }
 
-std::optional<Attention> FromSoftmax(const Dimensions& dims, const Node& softmax, NodeSet& nodes) {
+std::optional<Attention> FromSoftmax(const Dimensions& dims, const Node& softmax, NodeSet& nodes, Executor executor) {
   Decomposed rule(dims, softmax);
   const std::optional<Decomposed::Products> products = rule.FindProducts();
   if (!products) return std::nullopt;
   Decomposed::Scores scores = rule.ReadScores(*products);
-  Decomposed::Visible visible = rule.WithoutHiddenRows(*products, std::move(scores.masks));
+  Decomposed::Visible visible = rule.WithoutHiddenRows(*products, std::move(scores.masks), executor);
   nodes.merge(rule.nodes());
   const PastOperand key = ReadPast(dims, products->scores->Input(1), kRoles[1], nodes, true);
   const PastOperand value = ReadPast(dims, products->context->Input(1), kRoles[2], nodes);
@@ -303,6 +303,7 @@ std::optional<Attention> FromSoftmax(const Dimensions& dims, const Node& softmax
   found.scale = scores.scale * query.scale * key.scale;
   found.masks = std::move(visible.masks);
   found.zero_hidden_rows = products->zero_hidden_rows || visible.zeroed;
+  found.zero_rows = visible.zero_rows;
   found.products = {products->scores, products->context};
   return found;
 }
@@ -489,7 +490,7 @@ std::optional<int64_t> HeadSize(const Dimensions& dims, Value past) {
   return std::nullopt;
 }
 
-std::vector<FoundAttention> FindCachedAttentions(const Dimensions& dims) {
+std::vector<FoundAttention> FindCachedAttentions(const Dimensions& dims, Executor executor) {
   std::vector<FoundAttention> all;
   for (const Node& node : dims.graph().nodes()) {
     std::optional<Attention> found;
@@ -498,7 +499,7 @@ std::vector<FoundAttention> FindCachedAttentions(const Dimensions& dims) {
       if (node.Is("com.microsoft", "GroupQueryAttention")) found = GroupQuery(dims, node);
       if (node.Is("com.microsoft", "MultiHeadAttention")) found = MultiHead(dims, node);
       if (node.IsStandard("Attention")) found = OnnxAttention(dims, node, nodes);
-      if (node.IsStandard("Softmax")) found = FromSoftmax(dims, node, nodes);
+      if (node.IsStandard("Softmax")) found = FromSoftmax(dims, node, nodes, executor);
       if (!found) continue;
       Check(dims, node, *found, nodes);
       all.emplace_back(std::move(*found));

@@ -215,11 +215,12 @@ Decomposed::Visible Decomposed::WithoutHiddenRows(const Products& products, std:
   if (count != 1 || where == nullptr || dims_.NumberOf(where->Input(1)) != 0.0) return found;
   const Value hidden = where->Input(0), visible = found.masks.size() == 1 ? VisibleOf(dims_, found.masks[0]) : nullptr;
   const std::optional<DimShape> shape = dims_.ShapeOf(hidden);
-  if (visible != nullptr && CountedIn(dims_, hidden) == visible) {
+  // The provider cannot remove the nodes that compute the mask, so it reads the values that they return.
+  if (executor == Executor::kProvider && shape && shape->size() == 4 && shape->back().Is(1)) {
+    found.zero_rows = hidden;
+  } else if (visible != nullptr && CountedIn(dims_, hidden) == visible) {
     found.masks = {VisibleMask(BeforeExpand(dims_, visible))};
     found.zeroed = true;
-  } else if (executor == Executor::kProvider && shape && shape->size() == 4 && shape->back().Is(1)) {
-    found.zero_rows = hidden;
   } else {
     return found;
   }

@@ -384,8 +384,13 @@ std::optional<DimShape> DimensionRules::AttentionOutput() {
 std::optional<DimShape> DimensionRules::Transpose() {
   const std::optional<DimShape> shape = In(0);
   const std::optional<std::vector<size_t>> axes = shape ? Permutation(node_, shape->size()) : std::nullopt;
-  if (!axes) return std::nullopt;
   DimShape made;
+  if (!axes) {
+    const size_t rank = node_.Ints("perm").size();
+    if (rank == 0 || rank > kMostRank) return std::nullopt;
+    for (size_t axis = 0; axis < rank; ++axis) made.push_back(Unknown(axis));
+    return made;
+  }
   for (const size_t axis : *axes) made.push_back((*shape)[axis]);
   return made;
 }
@@ -623,7 +628,7 @@ std::optional<DimShape> DimensionRules::Concat() {
 
 std::optional<DimShape> DimensionRules::ShapeOfShape() {
   const std::optional<Elements> elements = ShapeElements();
-  return elements ? std::optional(DimShape{Dim(std::ssize(*elements))}) : std::nullopt;
+  return DimShape{elements ? Dim(std::ssize(*elements)) : Unknown(0)};
 }
 
 std::optional<DimShape> DimensionRules::Embed() {

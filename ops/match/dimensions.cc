@@ -41,6 +41,9 @@ std::optional<Elements> ReadElements(const Constant& tensor) {
     case ElementType::kFloat:
       ReadNumbers<float>(tensor, elements);
       return elements;
+    case ElementType::kFloat16:
+      for (const float number : tensor.Floats()) elements.push_back(Element::Real(number));
+      return elements;
     case ElementType::kDouble:
       ReadNumbers<double>(tensor, elements);
       return elements;

@@ -58,13 +58,18 @@ int64_t Constant::Count() const {
 std::vector<float> Constant::Floats() const {
   std::vector<float> floats(static_cast<size_t>(Count()));
   if (floats.empty()) return floats;
-  if (type != ElementType::kFloat16) {
+  if (type != ElementType::kFloat16 && type != ElementType::kBfloat16) {
     std::memcpy(floats.data(), data, floats.size() * sizeof(float));
     return floats;
   }
   std::vector<uint16_t> halves(floats.size());
   std::memcpy(halves.data(), data, halves.size() * sizeof(uint16_t));
-  std::transform(halves.begin(), halves.end(), floats.begin(), HalfToFloat);
+  const auto widen = [](uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); };
+  if (type == ElementType::kBfloat16) {
+    std::transform(halves.begin(), halves.end(), floats.begin(), widen);
+  } else {
+    std::transform(halves.begin(), halves.end(), floats.begin(), HalfToFloat);
+  }
   return floats;
 }
 
@@ -150,17 +155,26 @@ std::vector<Value> Node::StoredReads() const {
   return values;
 }
 
-Constant Node::ConstantInput(size_t index, const char* what, std::initializer_list<ElementType> types,
-                             const std::vector<Shape>& shapes) const {
+Constant Node::ConstantHeader(size_t index, const char* what, std::initializer_list<ElementType> types,
+                              const std::vector<Shape>& shapes) const {
   Expect(Has(index), ReasonCode::kInputMissing, what);
   const std::string name = InputName(index);
   Expect(IsConstant(index), ReasonCode::kNotConstant, what, name, what);
-  const std::optional<Constant> tensor = graph_->ConstantOf(Input(index));
+  const std::optional<Constant> tensor = graph_->HeaderOf(Input(index));
   Expect(tensor.has_value(), ReasonCode::kNotReadable, what, name);
   Expect(std::find(types.begin(), types.end(), tensor->type) != types.end(), ReasonCode::kConstantType, what, name,
          NameOf(tensor->type), Listing(types, [](ElementType type) { return NameOf(type); }));
   Expect(shapes.empty() || std::find(shapes.begin(), shapes.end(), tensor->shape) != shapes.end(),
          ReasonCode::kConstantShape, what, name, ShapeText(tensor->shape), Listing(shapes, ShapeText));
+  return *tensor;
+}
+
+Constant Node::ConstantInput(size_t index, const char* what, std::initializer_list<ElementType> types,
+                             const std::vector<Shape>& shapes) const {
+  const Constant header = ConstantHeader(index, what, types, shapes);
+  const std::optional<Constant> tensor = graph_->ConstantOf(Input(index));
+  Expect(tensor && tensor->type == header.type && tensor->shape == header.shape, ReasonCode::kNotReadable, what,
+         InputName(index));
   return *tensor;
 }
 
@@ -212,6 +226,13 @@ std::optional<Constant> Graph::ConstantOf(Value value) const {
   const auto found = view_.constants.find(value);
   if (found != view_.constants.end()) return found->second;
   return value->is_constant ? read_(*value) : std::nullopt;
+}
+
+std::optional<Constant> Graph::HeaderOf(Value value) const {
+  if (value == nullptr || !value->is_constant || !value->constant_shape || view_.constants.count(value) != 0) {
+    return ConstantOf(value);
+  }
+  return Constant{value->name, value->type, *value->constant_shape, nullptr, nullptr};
 }
 
 std::optional<float> Graph::NumberOf(Value value) const {

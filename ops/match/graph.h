@@ -67,7 +67,7 @@ struct Constant {
   std::shared_ptr<const void> owner;  // keeps `data` alive; null if the graph does
 
   int64_t Count() const;
-  // The tensor must be float32 or float16 (IsFloatType).
+  // The tensor must be float32, float16 or bfloat16.
   std::vector<float> Floats() const;
   // The tensor must be uint8, int8 or int32 (IsCode).
   int64_t CodeAt(int64_t index) const;
@@ -90,6 +90,7 @@ struct ValueInfo {
   bool is_input = false;                           // input of this graph, and not an initializer
   bool is_output = false;                          // output of this graph
   bool is_constant = false;                        // known before the model runs; callers cannot replace it
+  bool is_default = false;                         // an initializer that callers may replace
   std::optional<Shape> constant_shape;             // shape of a constant, without reading it
   size_t index = 0;                                // number of the value in its graph, in the order of Graph::AddValue
 };
@@ -159,6 +160,9 @@ class Node {
   // Throws RefusedError unless the input is constant and has one of these types and shapes. Empty shapes: any shape.
   Constant ConstantInput(size_t index, const char* what, std::initializer_list<ElementType> types,
                          const std::vector<Shape>& shapes = {}) const;
+  // The same without the data, which is not read.
+  Constant ConstantHeader(size_t index, const char* what, std::initializer_list<ElementType> types,
+                          const std::vector<Shape>& shapes = {}) const;
 
  private:
   friend class Graph;
@@ -227,6 +231,8 @@ class Graph {
 
   // Return a constant with its data; nullopt if the value is not constant or cannot be read.
   std::optional<Constant> ConstantOf(Value value) const;
+  // Return a constant without its data, which is read only if its shape is unknown.
+  std::optional<Constant> HeaderOf(Value value) const;
   // Return the value of a constant float scalar.
   std::optional<float> NumberOf(Value value) const;
   // Return the value of a constant of any number type with one element and at most one axis: more could add axes to a

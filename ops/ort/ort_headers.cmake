@@ -2,7 +2,7 @@
 # ORT_INCLUDE_DIR; ../shared/ort-1.29 beside the repository; ONNX Runtime's 1.29 release (downloaded and checked); an npm
 # package whose iOS framework contains the same files, for machines that only reach package registries. npm is last
 # because it downloads 150 MB. Newer headers work too: the operators call functions of API 17 only, and the execution
-# provider only those that its host has.
+# provider only functions that its host has.
 
 set(ORTOLAN_ORT_API 29)
 set(ORTOLAN_ORT_RELEASE https://github.com/microsoft/onnxruntime/raw/v1.29.0/include/onnxruntime/core/session)

@@ -11,7 +11,9 @@ namespace {
 
 // The names are those of graph_passes/auto/candidates.py and layer_times.py.
 TimedLayer TimedAs(const Layer& layer) {
-  TimedLayer timed{.k = layer.Inputs(), .n = layer.Columns()};
+  TimedLayer timed;
+  timed.k = layer.Inputs();
+  timed.n = layer.Columns();
   if (const NBitsWeight* const w = std::get_if<NBitsWeight>(&layer.weight)) {
     if (w->bits == 4 && w->block_size == 32) timed.ours = "int4/32", timed.host = "ort int4/32";
     if (w->bits == 4 && w->block_size == 128) timed.ours = "int4", timed.host = "ort int4";

@@ -19,11 +19,12 @@ std::vector<match::Attention> AttentionsOf(const Graph& graph, Claims& claims) {
   std::vector<match::Attention> found;
   std::set<const Node*> decided;
   std::map<const Node*, match::Reason> refused;  // with a cache
-  for (const match::FoundAttention& one : match::FindCachedAttentions(dims)) {
+  for (const match::FoundAttention& one : match::FindCachedAttentions(dims, match::Executor::kProvider)) {
     if (const auto* const attention = std::get_if<match::Attention>(&one)) {
       decided.insert(attention->node);
       found.push_back(*attention);
-    } else if (const auto& reason = std::get<match::NotAttention>(one); reason.cached) {
+    } else if (const auto& reason = std::get<match::NotAttention>(one);
+               reason.cached || reason.node->type() == "GroupQueryAttention") {
       refused.emplace(reason.node, reason.reason);
     }
   }

@@ -219,8 +219,11 @@ class Finder {
 
   // Return whether an output has consumers. A fused node without outputs would be invalid in a compiled model.
   bool IsRead(const Group& group) const {
-    return std::any_of(group.steps.begin(), group.steps.end(),
-                       [&](const Step& step) { return graph_.IsOutput(step.y) || !graph_.Uses(step.y).empty(); });
+    const auto is_read = [&](Value value) { return graph_.IsOutput(value) || !graph_.Uses(value).empty(); };
+    return std::any_of(group.steps.begin(), group.steps.end(), [&](const Step& step) {
+      const match::KvCache* const cache = step.attention && step.attention->cache ? &*step.attention->cache : nullptr;
+      return is_read(step.y) || (cache != nullptr && (is_read(cache->present_key) || is_read(cache->present_value)));
+    });
   }
 
   // Return whether an attention reads an output of its own group, for example as a mask.
@@ -391,8 +394,11 @@ Claims FindGroups(Graph& graph, const LayerRules& rules, ClippedRanges& clipped_
     std::vector<match::Attention> attentions = find_attentions(claims);
     Claims found = Finder(graph, roundings, rules, is_group, std::move(attentions)).Find();
     if (!roundings.Place(graph, found)) continue;
-    // Models without claimed layers keep their attention, so its reasons are of no use.
-    if (is_group || !found.groups.empty()) found.left.insert(found.left.end(), claims.left.begin(), claims.left.end());
+    // Models without claimed layers keep attention without a cache, so its reasons are of no use.
+    for (auto& left : claims.left) {
+      const bool is_told = is_group || !found.groups.empty() || left.first->type() == "GroupQueryAttention";
+      if (is_told) found.left.push_back(std::move(left));
+    }
     if (is_group || HasIntegers(found)) {
       graph.See({});
       TakeSumNorms(graph, found);

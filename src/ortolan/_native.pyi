@@ -58,6 +58,41 @@ class Graph:
         read: Callable[[Any], tuple[int, list[int], Any] | None],
     ) -> None:
         """Make the graph; src/match_bindings.cc describes the tuples. `read` returns the tensor of a constant."""
+class Linear:
+    """A linear layer and its weight as stored: ops/match/linear.h."""
+
+    node: Any
+    add: Any
+    quantize: Any
+    nodes: list[Any]
+    x: Any
+    bias: Any
+    x_scale: Any
+    x_zero_point: Any
+    y_scale: Any
+    y_zero_point: Any
+    k: int
+    n: int
+    transposed: bool
+    bias_in_steps: bool
+    dtype: int
+    form: str
+    weight: Any
+    codes: Any
+    scales: Any
+    zero_points: Any
+    codes_transposed: bool
+    bits: int
+    block_size: int
+    why_not_kept: str | None
+    def scales_of_columns(self, divided: bool = True) -> NDArray[np.float32]: ...
+    def zero_points_of_columns(self) -> NDArray[np.int16]: ...
+
+def find_linears(graph: Graph) -> list[Linear | tuple[Any, str, bool]]:
+    """Return the linear layers of the graph and its subgraphs, unsorted.
+
+    For similar nodes: (node, reason, whether the operator or the form of its weight is the reason).
+    """
 
 class Sum:
     """A sum of symbolic dimensions with factors, and a number."""

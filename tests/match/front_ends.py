@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
@@ -26,6 +27,8 @@ from ortolan.graph_passes.find.dimensions import Dimensions
 from ortolan.provider import CLAIMS_FILE, options_with
 
 from .mutations import mutated
+
+logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # it warns of models that ONNX Runtime refuses
 
 
 def provider_texts(model: onnx.ModelProto | str) -> list[str] | None:

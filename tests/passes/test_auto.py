@@ -408,7 +408,7 @@ def test_two_four(inject: Callable[..., Any], name: str) -> None:
             tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
     report = auto(model, budget=0.01, sparsity=0.5 if prunes else None)
     assert report.auto is not None
-    assert all(case.two_four != prunes and (" 2:4 " in case.key) != prunes for case in calls)
+    assert all(case.two_four != prunes and ("2:4, " in case.columns) != prunes for case in calls)
     assert {layer.chosen.removesuffix(" gptq") for layer in report.auto.layers} == {name}
     assert all(layer.storage == "2:4" for layer in report.layers)
 

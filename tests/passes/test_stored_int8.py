@@ -461,7 +461,7 @@ BROKEN = {
     "no zero": ("chain", "linear", inputs(_2=""), "a_zero_point is not an output of its Dynamic"),
     "no scale": ("chain", "scales_mul", inputs(_0="x_scale"), "its sums 'y' have other consumers"),
     "twice": ("chain", "scales_mul", inputs(_1="xs"), "are not a FLOAT constant with 1 or 24 elements"),
-    "weight first": ("chain", "linear", inputs(_0="W"), "the constant is the first input"),
+    "weight first": ("chain", "linear", inputs(_0="W"), "is the first input"),
     "to float, other scale": (
         "dynamic_to_float",
         "linear",
@@ -488,7 +488,7 @@ BROKEN = {
         lambda node: node.input.append("x"),
         "'output_mul' has 3 inputs, expected 2",
     ),
-    "alpha is a number": ("qgemm", "linear", attribute("alpha", 2), "alpha is 2, expected 1"),
+    "alpha is a number": ("qgemm", "linear", attribute("alpha", 2), "'alpha' is not a float"),
     "alpha": ("qgemm", "linear", attribute("alpha", 0.5), "alpha is 0.5, expected 1"),
 }
 

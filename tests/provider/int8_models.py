@@ -20,7 +20,7 @@ node = helper.make_node
 
 def all_claims(model: onnx.ModelProto, threads: int = 1) -> onnxruntime.InferenceSession:
     """Open a session that claims all layers, even if ONNX Runtime is faster on this CPU."""
-    return provider_session(model, threads, ep__ortolanexecutionprovider__claims="all")
+    return provider_session(model, threads)
 
 
 def dense_integers(k: int, n: int, seed: int = 0) -> np.ndarray:

@@ -30,8 +30,9 @@ from ..passes.attention_forms import (
     unknown_heads,
     used_scores,
 )
-from ..passes.attention_graphs import FLOAT, INT64, B, D, Graph, H, S, W, feeds, plain
+from ..passes.attention_graphs import FLOAT, INT64, LOWEST, B, D, Graph, H, S, W, feeds, plain
 from ..passes.small_models import op_types, random_weight, relative_error, run
+from ..passes.test_attention_by_heads import BY_HEADS
 from ..recipes.forms import NAMED
 from .nbits_models import NBits
 from .sessions import claimed, needs_provider, plain_session, provider_session
@@ -68,10 +69,6 @@ def built(form: Build) -> onnx.ModelProto:
     return graph.model(form(graph))
 
 
-def all_claims(model: onnx.ModelProto, threads: int = 1) -> ort.InferenceSession:
-    return provider_session(model, threads, ep__ortolanexecutionprovider__claims="all")
-
-
 def attentions(session: ort.InferenceSession) -> int:
     return sum("Softmax" in name or "MultiHeadAttention" in name for name in claimed(session))
 
@@ -90,18 +87,33 @@ def optimized(model: onnx.ModelProto, **options: Any) -> onnx.ModelProto:
 
 
 def check(model: onnx.ModelProto, *given: dict[str, np.ndarray], threads: int = 1) -> None:
-    """Check that all attention is claimed, and that the output has the bits of the optimized file."""
-    session, expected = all_claims(model, threads), optimized(model)
+    """Check that all attention is claimed, and that the outputs have the bits of the optimized file."""
+    session, expected = provider_session(model, threads), optimized(model)
     count = op_types(expected).count("NoMADAttention")
     assert count > 0 and attentions(session) == count
     assert sum(op_type in ("Softmax", "MultiHeadAttention") for op_type in op_types(model)) == count
     for one in given:
-        assert_same_bits(session.run(None, one)[0], run(expected, one, library=True)[0])
+        for y, wanted in zip(session.run(None, one), run(expected, one, library=True), strict=True):
+            assert_same_bits(y, wanted)
+
+
+def check_answers(model: onnx.ModelProto, *given: dict[str, np.ndarray]) -> None:
+    """Check that the provider's answers are close to ONNX Runtime's."""
+    session = provider_session(model)
+    for one in given:
+        for y, expected in zip(session.run(None, one), run(model, one), strict=True):
+            assert np.linalg.norm(y - expected) <= 0.04 * np.linalg.norm(expected)
+
+
+def reasons(model: onnx.ModelProto, **options: Any) -> dict[str, str]:
+    """Return the reasons for nodes that are not claimed, by the node's name."""
+    nodes = ortolan.inspect_provider(model, claims="all", **options).nodes
+    return {one.node: one.reason for one in nodes if not one.taken}
 
 
 def check_left(model: onnx.ModelProto, *given: dict[str, np.ndarray]) -> None:
     """Check that linear layers are claimed, but no attention, and that outputs have the optimized file's bits."""
-    session, expected = all_claims(model), optimized(model, **{"fuse_attention.exclude": ["*"]})
+    session, expected = provider_session(model), optimized(model, **{"fuse_attention.exclude": ["*"]})
     assert attentions(session) == 0
     assert layers(session) == op_types(model).count("MatMulInteger")
     for one in given:
@@ -210,7 +222,7 @@ def test_multi_head_attention_with_biases_and_key_padding(given: dict[str, Any],
 
 def test_key_padding_of_another_size(int8: Any) -> None:
     model = int8(built(with_biases(padding=2)))
-    session = all_claims(model)
+    session = provider_session(model)
     given = feeds(model)
     for shape in ((B, S + 1), (B + 1, S)):
         with pytest.raises(Exception, match=r"MultiHeadAttention node .* its mask has shape .* does not broadcast to"):
@@ -232,15 +244,11 @@ def test_biases_of_layers_without_their_attention(int8: Any) -> None:
     check_left(model, *(feeds(model, rows) for rows in (1, S, 70)))
 
 
-@pytest.mark.parametrize(
-    "given", ["causal and padding", "counts", "padding of its sizes", "cache", "other keys", "biases of its layers too"]
-)
-def test_multi_head_attention_that_stays(given: str, int8: Any) -> None:
+@pytest.mark.parametrize("given", ["padding of its sizes", "other keys", "biases of its layers too", "cache"])
+def test_multi_head_attention_apart_from_its_layers(given: str, int8: Any) -> None:
+    """Layers that read another input, whose sizes are read, or with two biases are not part of the attention's step."""
+
     def build(graph: Graph) -> str:
-        if given == "causal and padding":
-            return with_biases(padding=2, unidirectional=1)(graph)
-        if given == "counts":
-            return with_biases(padding=1)(graph)
         other = graph.op("Tanh", "x") if given == "other keys" else "x"
         inputs: list[Any] = [graph.linear("q"), graph.linear("kk", other), graph.linear("vvv", other)]
         if given == "biases of its layers too":
@@ -257,11 +265,30 @@ def test_multi_head_attention_that_stays(given: str, int8: Any) -> None:
         return y
 
     model = int8(built(build))
-    session = all_claims(model)
-    assert attentions(session) == 0 and layers(session) == 3
-    for one in (feeds(model, rows) for rows in (1, S)):
-        for y, expected in zip(session.run(None, one), run(model, one), strict=True):
-            assert relative_error(expected, y) < 0.03
+    given_feeds = [feeds(model, rows) for rows in (1, S)]
+    check_answers(model, *given_feeds)
+    if given == "cache":
+        assert layers(provider_session(model)) == 3
+        assert list(reasons(model).values()) == ["it has a cache of keys and values"]
+    else:
+        check(model, *given_feeds)
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        (with_biases(padding=2, unidirectional=1), "it is causal and has a key_padding_mask"),
+        (
+            with_biases(padding=1),
+            "its key_padding_mask 'ReduceSum_4' is not int32 [batch, keys] or [batch, rows, keys]",
+        ),
+    ],
+)
+def test_multi_head_attention_that_stays(form: Build, reason: str, int8: Any) -> None:
+    model = int8(built(form))
+    session = provider_session(model)
+    assert attentions(session) == 0 and layers(session) == 3 and list(reasons(model).values()) == [reason]
+    check_answers(model, feeds(model, 1), feeds(model))
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------
@@ -308,20 +335,13 @@ def test_layers_of_different_kinds() -> None:
     check(model, *(feeds(model, rows) for rows in (1, S, 70)))
 
 
-def test_the_number_of_heads_may_come_when_it_runs(int8: Any) -> None:
+def test_the_number_of_heads_is_not_known(int8: Any) -> None:
     model = int8(built(unknown_heads))
-    session = all_claims(model)
-    assert attentions(session) == 1
-    x = feeds(model)["x"]
-    for heads in (1, 4, 6):
-        given = {"x": x, "shape": np.array([B, S, heads, W // heads])}
-        assert relative_error(run(model, given)[0], session.run(None, given)[0]) < 0.03
-    for shape in ([B, S, H, D + 1], [B, S, 0, 0], [B, S, -1, -1], [B, S, 5, -1], [B, -1, 2 * H, D], [1, 1, 1, -2]):
-        with pytest.raises(Exception, match="shape"):
-            session.run(None, {"x": x, "shape": np.array(shape)})
-    # Change the shape input to twice the heads of half the width.
-    given = {"x": x, "shape": np.array([0, -1, 2 * H, D // 2])}
-    assert relative_error(run(model, given)[0], session.run(None, given)[0]) < 0.03
+    (reason,) = reasons(model).values()
+    assert reason == "Reshape '/Reshape_2', which its query passes through, is not supported"
+    assert layers(provider_session(model)) == 3
+    for shape in ([B, S, 1, W], [B, S, 6, W // 6], [0, -1, 2 * H, D // 2]):
+        check_answers(model, {"x": feeds(model)["x"], "shape": np.array(shape)})
 
 
 def rows_are_fixed(graph: Graph) -> str:
@@ -334,11 +354,9 @@ def rows_are_fixed(graph: Graph) -> str:
 
 def test_another_number_of_rows_than_it_is_made_for(int8: Any) -> None:
     model = int8(built(rows_are_fixed))
-    session = all_claims(model)
+    session = provider_session(model)
     assert attentions(session) == 1
-    for rows in (S, 2 * S):  # rows of each of two sequences
-        given = feeds(model, rows)
-        assert relative_error(run(model, given)[0], session.run(None, given)[0]) < 0.03
+    check_answers(model, feeds(model, S), feeds(model, 2 * S))  # rows of each of two sequences
     for runner in (session, plain_session(model)):
         with pytest.raises(Exception, match="reshape"):
             runner.run(None, feeds(model, S + 1))
@@ -352,7 +370,7 @@ def mask_as_given(graph: Graph) -> str:
 
 def test_masks_of_any_shape(int8: Any) -> None:
     model = int8(built(mask_as_given))
-    session, expected = all_claims(model), optimized(model)
+    session, expected = provider_session(model), optimized(model)
     assert attentions(session) == 1
     rng = np.random.default_rng(3)
     x = feeds(model)["x"]
@@ -377,13 +395,13 @@ def cut_mask(graph: Graph) -> str:
 @pytest.mark.parametrize("longer", [0, 5])
 def test_a_mask_that_is_cut_to_the_keys(longer: int, int8: Any) -> None:
     model = int8(built(cut_mask))
-    session = all_claims(model)
+    session = provider_session(model)
     assert attentions(session) == 1
     bias = np.random.default_rng(0).standard_normal((B, 1, 1, S + longer), dtype=np.float32)
     given = {"x": feeds(model)["x"], "bias": bias}
     (y,) = session.run(None, given)
     assert relative_error(run(model, given)[0], y) < 0.03
-    (exact,) = all_claims(int8(built(mask_as_given))).run(None, given | {"bias": bias[..., :S]})
+    (exact,) = provider_session(int8(built(mask_as_given))).run(None, given | {"bias": bias[..., :S]})
     assert_same_bits(y, exact)
 
 
@@ -408,22 +426,22 @@ def constant_mask(form: str) -> Build:
 @pytest.mark.parametrize("form", ["whole", "expanded", "cut"])
 def test_constant_masks(form: str, int8: Any) -> None:
     model = int8(built(constant_mask(form)))
-    session = all_claims(model)
+    session = provider_session(model)
     assert attentions(session) == 1
     given = feeds(model)
     causal = np.triu(np.full((1, 1, S, S), -1e4, np.float32), 1)
-    (exact,) = all_claims(int8(built(mask_as_given))).run(None, {**given, "bias": causal})
+    (exact,) = provider_session(int8(built(mask_as_given))).run(None, {**given, "bias": causal})
     assert_same_bits(session.run(None, given)[0], exact)
 
 
 @pytest.mark.parametrize("shape", [(0, 5, W), (3, 0, W), (0, 0, W)])
 def test_nothing_to_do(shape: tuple[int, ...], int8: Any) -> None:
-    session = all_claims(int8(built(TAKEN["no mask"])))
+    session = provider_session(int8(built(TAKEN["no mask"])))
     (y,) = session.run(None, {"x": np.zeros(shape, np.float32)})
     assert y.shape == shape
 
 
-# --- unclaimed nodes --------------------------------------------------------------------------------------------------
+# --- attention apart from its layers ----------------------------------------------------------------------------------
 
 
 def shown_query(graph: Graph) -> str:
@@ -454,31 +472,59 @@ def keys_of_something_else(graph: Graph) -> str:
     return attend_from(graph, graph.linear("q"), graph.linear("kk", other), graph.linear("vvv", other))
 
 
-def heads_at_the_end(graph: Graph) -> str:
-    """Build attention whose heads are split as [batch, rows, head width, heads]."""
-    q, k, v = (
-        graph.transpose(graph.reshape(graph.linear(name), 0, 0, D, H), 0, 3, 1, 2) for name in ("q", "kk", "vvv")
-    )
-    weights = graph.op("Softmax", graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), axis=-1)
-    return graph.reshape(graph.transpose(graph.op("MatMul", weights, v), 0, 2, 3, 1), 0, 0, W)
+def merged_otherwise(graph: Graph) -> str:
+    weights, value = plain(graph)
+    return graph.reshape(graph.transpose(graph.op("MatMul", weights, value), 0, 1, 2, 3), 0, -1, W)
+
+
+def cross(graph: Graph) -> str:
+    """Build attention with keys and values of another input, whose sequences are longer and padded."""
+    graph.inputs |= {"other": (FLOAT, ["batch", "keys", W]), "padding": (FLOAT, ["batch", 1, 1, "keys"])}
+    q, k, v = (graph.heads(graph.linear(name, of)) for name, of in (("q", "x"), ("kk", "other"), ("vvv", "other")))
+    scores = graph.op("Add", graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), "padding")
+    return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
+
+
+APART: dict[str, Build] = BY_HEADS | {
+    "query shown": shown_query,
+    "query used": query_that_others_use,
+    "keys are values": keys_are_values,
+    "keys of something else": keys_of_something_else,
+    "heads not merged": merged_otherwise,
+    "cross attention": cross,
+}
+
+
+def apart_feeds(model: onnx.ModelProto, rows: int) -> dict[str, np.ndarray]:
+    """Return inputs. Keys of another input are 7 more than the queries, and the first sequence has 3 of padding."""
+    rng, given = np.random.default_rng(rows), {}
+    names = {value.name for value in model.graph.input}
+    if "other" in names:
+        given["other"] = rng.standard_normal((B, rows + 7, W), np.float32)
+        given["padding"] = np.zeros((B, 1, 1, rows + 7), np.float32)
+        given["padding"][0, ..., -3:] = LOWEST
+        given["x"] = rng.standard_normal((B, rows, W), np.float32)
+        return given
+    return feeds(model, rows)
+
+
+@pytest.mark.parametrize("form", APART)
+def test_attention_apart_from_its_layers(form: str, int8: Any) -> None:
+    """The layers are claimed too, in groups of their own."""
+    model = int8(built(APART[form]))
+    given = [apart_feeds(model, rows) for rows in ((9,) if form in ("sequences last", "windows") else (1, S, 70))]
+    assert layers(provider_session(model)) == op_types(model).count("MatMulInteger")
+    check_answers(model, *given)
+    check(model, *given)
+
+
+# --- unclaimed nodes --------------------------------------------------------------------------------------------------
 
 
 def keys_by_queries(graph: Graph) -> str:
     """Build attention whose Softmax runs over queries instead of keys."""
     q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
     scores = graph.transpose(graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), 0, 1, 3, 2)
-    return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
-
-
-def merged_otherwise(graph: Graph) -> str:
-    weights, value = plain(graph)
-    return graph.reshape(graph.transpose(graph.op("MatMul", weights, value), 0, 1, 2, 3), 0, -1, W)
-
-
-def scaled_after_the_mask(graph: Graph) -> str:
-    q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
-    scores = graph.op("Add", graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), graph.additive_mask())
-    scores = graph.op("Mul", scores, graph.number(0.25))
     return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
 
 
@@ -502,42 +548,36 @@ def mask_is_a_layer_of_the_same_input(graph: Graph) -> str:
 
 def test_a_mask_that_a_layer_of_its_group_makes(int8: Any) -> None:
     model = int8(built(mask_is_a_layer_of_the_same_input))
-    session = all_claims(model)
+    session = provider_session(model)
     assert attentions(session) == 0 and layers(session) == 4
-    given = {"x": feeds(model)["x"][:1]}
-    assert relative_error(run(model, given)[0], session.run(None, given)[0]) < 0.03
+    check_answers(model, {"x": feeds(model)["x"][:1]})
 
 
 @pytest.mark.parametrize(
-    "form",
+    ("form", "reason"),
     [
-        other_axis,
-        shown_weights,
-        used_scores,
-        learned_scale,
-        other_width_of_values,
-        filled(hides=True, fill=-10000.0),
-        shown_query,
-        query_that_others_use,
-        keys_are_values,
-        keys_of_something_else,
-        heads_at_the_end,
-        keys_by_queries,
-        merged_otherwise,
-        scaled_after_the_mask,
-        scaled_values,
-        mask_of_a_layer_of_the_same_input,
+        (other_axis, "its Softmax is not over the last axis"),
+        (shown_weights, "its intermediate value 'Softmax_17' is an output of the graph, or computes one"),
+        (used_scores, "its intermediate value 'Softmax_17' is an output of the graph, or computes one"),
+        (learned_scale, "Mul '/Mul_14' scales its scores by a factor that is not constant"),
+        (other_width_of_values, "head widths of its queries, keys and values are [12, 12, 24], expected equal widths"),
+        (filled(hides=True, fill=-10000.0), "replaces scores by a value other than -Inf or the lowest float"),
+        (keys_by_queries, ""),  # does not resemble attention
+        (scaled_values, "its values are scaled"),
+        (mask_of_a_layer_of_the_same_input, "its operand depends on a layer of the same input"),
     ],
     ids=lambda one: getattr(one, "__name__", None),
 )
-def test_what_is_something_else_stays(form: Build, int8: Any) -> None:
+def test_what_is_something_else_stays(form: Build, reason: str, int8: Any) -> None:
     model = int8(built(form))
+    found = list(reasons(model).values())
+    assert len(found) == (reason != "") and all(reason in one for one in found), found
     check_left(model, *(feeds(model, rows) for rows in (1, S)))
 
 
 def test_attention_of_float_layers_stays() -> None:
     model = built(TAKEN["usual"])
-    assert claimed(all_claims(model)) == []
+    assert claimed(provider_session(model)) == []
 
 
 def test_other_layers_of_the_same_input_are_in_its_group(int8: Any) -> None:
@@ -549,10 +589,7 @@ def test_other_layers_of_the_same_input_are_in_its_group(int8: Any) -> None:
 
 
 def test_sizes_may_be_used_elsewhere_too(int8: Any) -> None:
-    """The shape for the heads may also be a graph output.
-
-    Attention is not fused if the shape comes from the query layer, because it would depend on the fused node.
-    """
+    """The shape for the heads may also be a graph output, and may be that of the query layer's output."""
 
     def with_sizes(of: str) -> Build:
         def build(graph: Graph) -> str:
@@ -569,6 +606,6 @@ def test_sizes_may_be_used_elsewhere_too(int8: Any) -> None:
 
         return build
 
-    model = int8(built(with_sizes("x")))
-    check(model, *(feeds(model, rows) for rows in (1, S)))
-    check_left(int8(built(with_sizes("q"))), feeds(model))
+    for of in ("x", "q"):
+        model = int8(built(with_sizes(of)))
+        check(model, *(feeds(model, rows) for rows in (1, S)))

@@ -117,7 +117,7 @@ def test_whole_encoders(made: str, embed_mode: str, int8: Quantize, tmp_path: Pa
 def test_several_threads(int8: Quantize, tmp_path: Path) -> None:
     model = int8(built(TAKEN["position bias and mask"]))
     compile_model(model, tmp_path, 3)
-    expected, read = all_claims(model, 3), compiled_session(tmp_path, 3)
+    expected, read = provider_session(model, 3), compiled_session(tmp_path, 3)
     for rows in (1, 70, 200):
         given = feeds(model, rows)
         assert_same_bits(read.run(None, given)[0], expected.run(None, given)[0])
@@ -130,7 +130,7 @@ def test_several_threads(int8: Quantize, tmp_path: Path) -> None:
 def both(model: onnx.ModelProto, folder: Path) -> tuple[ort.InferenceSession, ort.InferenceSession]:
     """Return a session on the model and one on the compiled model."""
     compile_model(model, folder)
-    expected = all_claims(model)
+    expected = provider_session(model)
     assert attentions(expected) == 1
     return expected, compiled_session(folder)
 

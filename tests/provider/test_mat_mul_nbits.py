@@ -185,7 +185,7 @@ def log_of(model: onnx.ModelProto, capfd: pytest.CaptureFixture[str]) -> str:
         ({"block_size": 16}, "its block_size is 16, expected a multiple of 32"),
         ({"accuracy_level": 1}, "its accuracy_level is 1"),
         ({"accuracy_level": 3}, "its accuracy_level is 3"),
-        ({"g_idx": np.arange(64, dtype=np.int32)[::-1] // 32}, "are ordered by g_idx"),
+        ({"g_idx": np.arange(64, dtype=np.int32)[::-1] // 32}, "assigns inputs to groups out of order"),
         ({"scales": np.full((20, 2), np.inf, np.float32)}, "its scales hold NaN, infinity"),
         ({"scales": np.full((20, 2), 1e38, np.float32)}, "values that make weights overflow"),
     ],

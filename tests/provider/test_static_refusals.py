@@ -156,13 +156,14 @@ RANGE = (
     "its input must be 8-bit quantized with a constant positive scale, and its quantized value must have no other "
     "consumer"
 )
+NO_RANGE = "its input has no constant positive scale with a constant 8-bit zero point"
 NUMBERS = "its 8-bit output must only be read by DequantizeLinear nodes with the same scale and zero point"
 ROWS = np.ones((9, N), np.float32)
 REFUSED: dict[str, tuple[Models, str, str]] = {
     "a weight that others read": (weight_of_two, "linear", "its weight has other consumers"),
     "no range": (with_tensors("qdq", x_scale=np.float32(0)), "linear", RANGE),
-    "no range of numbers": (with_tensors("qlinear", x_scale=np.float32(0)), "linear", RANGE),
-    "an infinite range": (with_tensors("qgemm", x_scale=np.float32(np.inf)), "linear", RANGE),
+    "no range of numbers": (with_tensors("qlinear", x_scale=np.float32(0)), "linear", NO_RANGE),
+    "an infinite range": (with_tensors("qgemm", x_scale=np.float32(np.inf)), "linear", NO_RANGE),
     "rounded input that is an output": (an_output("qdq", "xq"), "linear", RANGE),
     "a constant input": (constant_input, "linear", "both inputs are constant"),
     "half floats": (half_floats, "linear", "its input 'x' is not float"),
@@ -175,15 +176,15 @@ REFUSED: dict[str, tuple[Models, str, str]] = {
         "second",
         "its input is the 8-bit output of another layer without a DequantizeLinear in between",
     ),
-    "a computed bias": (computed_bias, "linear", "its bias is computed at run time"),
+    "a computed bias": (computed_bias, "linear", "bias 'b' is computed at run time"),
     "a bias a row": (
-        with_tensors("qdq_gemm", True, b=ROWS), "linear", "its bias 'b' has shape [9, 24], expected 24 floats"
+        with_tensors("qdq_gemm", True, b=ROWS), "linear", "bias 'b' has shape [9, 24], expected [24]"
     ),
     "blocks": (
-        blocks, "linear", "its scales are for blocks of 32 inputs, expected one scale or one per column"
+        blocks, "linear", "its scales are per block of 32 inputs, expected one scale, or one per output"
     ),
     "scales of inputs": (
-        scales_of_inputs, "linear", "its scales are per input, expected one scale or one per output"
+        scales_of_inputs, "linear", "its scales are per input, expected one scale, or one per output"
     ),
     "a transposed input": (transposed_input, "linear", "transA is 1, expected 0"),
     "alpha": (with_attributes("qdq_gemm", alpha=0.5), "linear", "alpha is 0.5, expected 1"),
@@ -192,7 +193,9 @@ REFUSED: dict[str, tuple[Models, str, str]] = {
     "alpha of QGemm": (with_attributes("qgemm", alpha=0.5), "linear", "alpha is 0.5, expected 1"),
     "numbers that are an output": (an_output("qlinear", "yq"), "linear", NUMBERS),
     "numbers of QGemm that are an output": (an_output("qgemm", "yq"), "linear", NUMBERS),
-    "a computed weight": (computed_weight, "linear", "its weight is computed at run time, not constant"),
+    "a computed weight": (
+        computed_weight, "linear", "its weight 'V' are not constant; export the model with constant weight"
+    ),
     "scales of 0": (
         with_tensors("qlinear", scales=np.zeros(N, np.float32)), "linear",
         "its weight has a scale of 0, expected positive scales; quantize the model again",

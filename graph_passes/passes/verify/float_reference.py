@@ -16,7 +16,7 @@ import onnx_ir as ir
 from ...find.constants import lazy
 from ...find.linear import Linear, linears_in
 from ...find.stored_int4 import StoredInt4, rounds_inputs
-from ...find.stored_int8 import StoredInt8Tensors, layer_input, read_int8, stored_inputs
+from ...find.stored_int8 import layer_input, stored_inputs
 from ..plan.plan import Plan
 
 _LEVEL = "accuracy_level"
@@ -63,10 +63,10 @@ def _put_float_level(node: ir.Node) -> Callable[[], None]:
 
 def _put_float_product(linear: Linear, new_name: NewName) -> Callable[[], None]:
     """Insert DequantizeLinear, MatMul and Add instead of an int8 product. Only one layer's floats exist at a time."""
-    node, stored, inputs = linear.node, read_int8(linear.node), stored_inputs(linear.node)
+    node, stored, inputs = linear.node, linear.tensors, stored_inputs(linear.node)
     # The previous layer may have a new node since `linear` was made.
     graph, x, codes = node.graph, layer_input(node), linear.weight_value
-    assert isinstance(stored, StoredInt8Tensors) and inputs is not None and graph is not None and x is not None
+    assert stored is not None and inputs is not None and graph is not None and x is not None
     added: list[ir.Value] = []
 
     def constant(tensor: ir.TensorProtocol, part: str) -> ir.Value:
