@@ -60,14 +60,14 @@ def folded(model: onnx.ModelProto) -> onnx.ModelProto:
     loaded = ir.from_proto(model)
     for graph in loaded.graphs():
         for node in tuple(graph):
-            tensors = [constant_tensor(value) for value in node.outputs if value.name]
-            if node.op_type == "Constant" or None in tensors or not tensors:
+            made = [(value, constant_tensor(value)) for value in node.outputs if value.name]
+            if node.op_type == "Constant" or not made or any(tensor is None for _, tensor in made):
                 continue
-            for value, tensor in zip([value for value in node.outputs if value.name], tensors, strict=True):
+            for value, tensor in made:
                 kept = ir.val(value.name, const_value=ir.tensor(tensor.numpy(), name=value.name))
                 value.replace_all_uses_with(kept, replace_graph_outputs=True)
-                graph.remove(node, safe=False)
                 graph.register_initializer(kept)
+            graph.remove(node)
     return ir.to_proto(loaded)
 
 
