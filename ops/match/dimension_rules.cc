@@ -706,8 +706,8 @@ std::optional<DimShape> DimensionRules::Pad() {
 std::optional<DimShape> DimensionRules::Resize() {
   const std::optional<DimShape> shape = In(0);
   if (!shape) return std::nullopt;
-  const std::optional<DimShape> sizes =
-      node_.HasAttribute("axes") || node_.HasAttribute("keep_aspect_ratio_policy") ? std::nullopt : ShapeFrom(3);
+  const bool is_plain = node_.Ints("axes").empty() && node_.String("keep_aspect_ratio_policy", "stretch") == "stretch";
+  const std::optional<DimShape> sizes = is_plain ? ShapeFrom(3) : std::nullopt;
   if (sizes && sizes->size() == shape->size()) return sizes;
   DimShape unknown;
   for (size_t axis = 0; axis < shape->size(); ++axis) unknown.push_back(Unknown(axis));
