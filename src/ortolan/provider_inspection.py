@@ -111,7 +111,9 @@ def inspect_provider(
         # Names come from the model's file and may not be UTF-8.
         lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
     name = str(model) if isinstance(model, str | os.PathLike) else "the given ModelProto"
-    found = ProviderInspection(name, [ProviderNode(**one) for one in map(json.loads, filter(None, lines)) if "node" in one])
+    found = ProviderInspection(
+        name, [ProviderNode(**one) for one in map(json.loads, filter(None, lines)) if "node" in one]
+    )
     _check(found, session)
     return found
 

@@ -56,8 +56,10 @@ def onnx_ir_texts(model: onnx.ModelProto | str) -> list[str]:
 
 
 def folded(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with values that are computed from constants as initializers, as ONNX Runtime's own optimizations
-    make them; they are disabled here."""
+    """Return the model with initializers instead of values that are computed from constants.
+
+    ONNX Runtime's own optimizations, which are disabled here, do the same.
+    """
     loaded = ir.from_proto(model)
     for graph in loaded.graphs():
         for node in tuple(graph):
@@ -74,14 +76,17 @@ def folded(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def differences(model: onnx.ModelProto | str) -> list[str] | None:
     """Return the lines that only one front end gives; None if ONNX Runtime or onnx-ir refuses the model."""
+    ours = provider_texts(model)
+    if ours is None:
+        return None
     try:
         if isinstance(model, onnx.ModelProto):
             model = folded(model)
-        ours = provider_texts(model)
-        if ours is None:
-            return None
+            ours = provider_texts(model)
         others = onnx_ir_texts(model)
     except ModelError:  # a constant that cannot be computed
+        return None
+    if ours is None:
         return None
     # A reason names the first other reader of a value; the order of nodes differs.
     found = {
