@@ -525,18 +525,18 @@ std::optional<DimShape> DimensionRules::Slice() {
     for (int64_t axis = 0; axes && axis < count; ++axis) axes->emplace_back(Dim(axis));
   }
   if (!shape) return std::nullopt;
-  if (!axes || std::any_of(axes->begin(), axes->end(), [](const Element& axis) { return !axis.AsInt(); })) {
+  const auto is_unknown = [&](const Element& axis) { return !AxisOf(axis.AsInt(), shape->size()); };
+  if (!axes || std::any_of(axes->begin(), axes->end(), is_unknown)) {
     for (size_t axis = 0; axis < shape->size(); ++axis) (*shape)[axis] = Unknown(axis);
     return shape;
   }
   for (size_t i = 0; i < axes->size(); ++i) {
-    const std::optional<size_t> axis = AxisOf((*axes)[i].AsInt(), shape->size());
-    if (!axis) return std::nullopt;
+    const size_t axis = *AxisOf((*axes)[i].AsInt(), shape->size());
     const auto at = [&](const std::optional<Elements>& list) {
       return list && i < list->size() ? (*list)[i] : Element();
     };
     const Element step = node_.Has(4) ? at(steps) : Element(Dim(1));
-    (*shape)[*axis] = OrUnknown(Sliced((*shape)[*axis], at(starts), at(ends), step), *axis);
+    (*shape)[axis] = OrUnknown(Sliced((*shape)[axis], at(starts), at(ends), step), axis);
   }
   return shape;
 }
