@@ -46,6 +46,7 @@ NATIVE = {
     "provider": "execution provider",
     "operators": "one folder each",
     "opencl": "int4 on GPUs",
+    "match": "pattern rules",
     "matmul": "linear layers",
     "attention": "attention, caches",
     "epilogue": "activation, norm",

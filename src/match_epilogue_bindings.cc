@@ -80,9 +80,10 @@ void BindMatchEpilogue(py::module_& module) {
   module.def("find_epilogue", &FindEpilogue, py::arg("graph"), py::arg("output"), py::arg("factors"),
              py::arg("columns"), py::arg("may_take"),
              "Return activation, factor, residual (node, input), norm and nodes: ops/match/epilogue.h.");
-  module.def("find_norms", &FindNorms, py::arg("graph"),
-             "Return each float32 norm (weight, bias, epsilon, nodes), the operands that it adds, and the additions, last one "
-             "first: ops/match/norm.h.");
+  module.def(
+      "find_norms", &FindNorms, py::arg("graph"),
+      "Return each float32 norm (weight, bias, epsilon, nodes), the operands that it adds, and the additions, last one "
+      "first: ops/match/norm.h.");
   module.def("find_qdq_pairs", &FindQdqPairs, py::arg("graph"),
              "Return for each QuantizeLinear of an activation: node, why it cannot be removed or None, nodes that move "
              "the codes, DequantizeLinear nodes, bounds to clip to or None: ops/match/ranges.h.");

@@ -20,7 +20,7 @@ Activation TakeActivation(const Graph& graph, Value& x, std::vector<const Node*>
 // set x to its output; otherwise null.
 Value TakeFactor(const Graph& graph, std::span<const Value> factors, Value& x, std::vector<const Node*>& nodes);
 
-// Return the Add that is the only consumer of x; null if there is none.
+// Return the Add that is the only consumer of x; null if no such node exists.
 const Node* SumOf(const Graph& graph, Value x);
 
 struct Epilogue {

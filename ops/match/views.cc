@@ -7,7 +7,7 @@ namespace {
 
 using Atoms = std::vector<Atom>;
 
-// Remove the atoms whose product is `dim` from one end of the list and return them; nullopt if there are none.
+// Remove the atoms whose product is `dim` from one end of the list and return them; nullopt if they do not fit.
 std::optional<Atoms> Take(Atoms& atoms, const Dim& dim, bool from_back) {
   const auto nearest = [&]() -> Atom* { return atoms.empty() ? nullptr : from_back ? &atoms.back() : &atoms.front(); };
   const auto pop = [&] {

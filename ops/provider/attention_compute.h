@@ -19,7 +19,7 @@ class AttentionCompute : public StepCompute {
   AttentionCompute(const Graph& graph, const Step& step, const Node& fused);
   // Reads what Write has written after the step kind. Throws OpError.
   AttentionCompute(ContextReader& reader, const IoSlots& slots);
-  std::optional<size_t> y() const override { return spec_.y; }
+  OutputSlots Outputs() const override { return {spec_.y, spec_.cache.present_key, spec_.cache.present_value}; }
   void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const override;
   void Write(ContextWriter& writer) const override;
 

@@ -113,7 +113,7 @@ class LinearCompute : public StepCompute {
     WriteBounds(writer, y_bounds_);
   }
 
-  std::optional<size_t> y() const override { return y_; }
+  OutputSlots Outputs() const override { return {y_}; }
 
   void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const override {
     if (!y_) return;
@@ -191,7 +191,7 @@ class CopyCompute : public StepCompute {
     WriteBounds(writer, bounds_);
   }
 
-  std::optional<size_t> y() const override { return y_; }
+  OutputSlots Outputs() const override { return {y_}; }
 
   void Run(const OrtApi& ort, OrtKernelContext& context, Host&) const override {
     if (!y_) return;
@@ -258,9 +258,10 @@ GroupCompute::GroupCompute(const HostApi& host, std::shared_ptr<const ContextFil
   const int64_t count = reader.Int();
   for (int64_t i = 0; i < count; ++i) {
     std::unique_ptr<StepCompute> step = ReadStep(reader, slots);
-    if (const std::optional<size_t> y = step->y()) {
-      if (is_made[*y]) throw OpError(ErrorText("two steps compute output ", *y));
-      is_made[*y] = true;
+    for (const std::optional<size_t>& output : step->Outputs()) {
+      if (!output) continue;
+      if (is_made[*output]) throw OpError(ErrorText("two steps compute output ", *output));
+      is_made[*output] = true;
     }
     steps_.push_back(std::move(step));
   }

@@ -13,12 +13,14 @@ namespace ortolan::provider {
 // The first field in the record of a step.
 enum class StepKind : int64_t { kLayers = 0, kAttention = 1, kCopy = 2, kSumNorm = 3 };
 
+using OutputSlots = std::vector<std::optional<size_t>>;
+
 // A step with packed weights.
 class StepCompute {
  public:
   virtual ~StepCompute() = default;
-  // Return the index of the output that the step computes; nullopt if no node reads it.
-  virtual std::optional<size_t> y() const = 0;
+  // Return the indices of the outputs that the step computes; nullopt for an output that no node reads.
+  virtual OutputSlots Outputs() const = 0;
   virtual void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const = 0;
   // Append the step to the record that GroupCompute::Write begins.
   virtual void Write(ContextWriter& writer) const = 0;

@@ -30,7 +30,7 @@ class KeptTimes {
   KeptTimes(const std::string& path, const std::string& host_version);
 
   // Return how many times as fast as ONNX Runtime our kernels are for a layer, as the geometric mean of all
-  // measurements of such layers; nullopt if there is none.
+  // measurements of such layers; nullopt without measurements.
   std::optional<double> Gain(const TimedLayer& layer) const;
 
  private:

@@ -16,7 +16,7 @@ class SumNormCompute : public StepCompute {
   SumNormCompute(const Graph& graph, const SumNorm& norm, const Node& fused);
   // Reads what Write has written after the step kind. Throws OpError.
   SumNormCompute(ContextReader& reader, const IoSlots& slots);
-  std::optional<size_t> y() const override { return y_; }
+  OutputSlots Outputs() const override { return {y_}; }
   void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const override;
   void Write(ContextWriter& writer) const override;
 

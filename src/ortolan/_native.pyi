@@ -37,7 +37,7 @@ def find_epilogue(
     """
 
 def find_norms(graph: Graph) -> list[tuple[tuple[Any, Any, float, list[Any]], list[Any], list[Any]]]:
-    """Return each float32 norm (weight, bias, epsilon, nodes), the operands that it adds, and the Adds, last one first."""
+    """Return each float32 norm (weight, bias, epsilon, nodes), the operands it adds, and the Adds, last one first."""
 
 def find_qdq_pairs(graph: Graph) -> list[tuple[Any, str | None, list[Any], list[Any], tuple[float, float] | None]]:
     """Return the quantizations of activations to fixed 8-bit ranges (ops/match/ranges.h).
@@ -58,6 +58,7 @@ class Graph:
         read: Callable[[Any], tuple[int, list[int], Any] | None],
     ) -> None:
         """Make the graph; src/match_bindings.cc describes the tuples. `read` returns the tensor of a constant."""
+
 class Linear:
     """A linear layer and its weight as stored: ops/match/linear.h."""
 

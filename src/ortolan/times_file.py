@@ -102,7 +102,7 @@ def clear_times() -> None:
 
 @dataclass(frozen=True)
 class TimesSummary:
-    """What the file has. `print` it, or call `to_json()`.
+    """Contents of the file. `print` it, or call `to_json()`.
 
     Attributes:
         used: The number of layers that were timed with this CPU and these versions.

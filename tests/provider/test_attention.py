@@ -11,7 +11,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from onnxruntime import quantization
 from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
@@ -35,7 +35,7 @@ from ..passes.small_models import op_types, random_weight, relative_error, run
 from ..passes.test_attention_by_heads import BY_HEADS
 from ..recipes.forms import NAMED
 from .nbits_models import NBits
-from .sessions import claimed, needs_provider, plain_session, provider_session
+from .sessions import ORT_VERSION, claimed, needs_provider, plain_session, provider_session
 
 pytestmark = needs_provider
 
@@ -516,6 +516,57 @@ def test_attention_apart_from_its_layers(form: str, int8: Any) -> None:
     assert layers(provider_session(model)) == op_types(model).count("MatMulInteger")
     check_answers(model, *given)
     check(model, *given)
+
+
+# --- branches ---------------------------------------------------------------------------------------------------------
+
+
+def scaled(scale: float) -> Build:
+    def build(graph: Graph) -> str:
+        q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
+        scores = graph.op("Mul", graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), graph.number(scale))
+        return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
+
+    return build
+
+
+def in_branches(then: onnx.ModelProto, other: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model that runs one of two models without a mask. Their values have the same names."""
+    for model in (then, other):
+        del model.graph.input[:]
+    branches = {"then_branch": then.graph, "else_branch": other.graph}
+    graph = helper.make_graph(
+        [helper.make_node("If", ["first"], ["out"], "/If", **branches)],
+        "branches",
+        [
+            helper.make_tensor_value_info("first", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("x", FLOAT, ["batch", "rows", W]),
+        ],
+        [helper.make_tensor_value_info("out", FLOAT, ["batch", "rows", W])],
+    )
+    return helper.make_model(graph, ir_version=then.ir_version, opset_imports=then.opset_import)
+
+
+@pytest.mark.skipif(ORT_VERSION < (1, 25), reason="nodes in branches are not claimed")
+@pytest.mark.parametrize("differ", ["the same", "in a constant of the attention", "in the weights", "in a node"])
+def test_both_branches_of_an_if_have_attention_of_the_same_names(differ: str, int8: Any) -> None:
+    then = int8(built(scaled(0.3)))
+    other = int8(built(scaled(0.6 if differ == "in a constant of the attention" else 0.3)))
+    if differ == "in the weights":
+        for tensor in other.graph.initializer:
+            if tensor.name.endswith("_quantized"):
+                tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor)[::-1].copy(), tensor.name))
+    if differ == "in a node":
+        (scale,) = (node for node in other.graph.node if node.op_type == "Mul" and node.output[0].startswith("Mul_"))
+        scale.op_type = "Div"
+    model = in_branches(then, other)
+    x = np.random.default_rng(0).standard_normal((B, S, W), np.float32)
+    check_answers(model, *({"first": np.array(first), "x": x} for first in (True, False)))
+    found = reasons(model)
+    if differ == "in a constant of the attention":
+        assert list(found.values()) == ["another branch has an attention of the same names and other constants"]
+    else:
+        assert found == {} and attentions(provider_session(model)) == 2
 
 
 # --- unclaimed nodes --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,16 @@ import ortolan
 from ..ops.cached_attention import node_model
 from ..ops.isa_process import run_with_isa
 from ..ops.single_node import assert_same_bits
+from ..passes import cached_graphs
+from ..passes.attention_graphs import D, H
 from ..passes.cached_llama import LAYERS, Decoding, llama
-from ..passes.small_models import op_types
+from ..passes.small_models import op_types, run
 from .cached_models import FLOAT, INT32, NAME, Arrays, Form
 from .sessions import ORT_VERSION, claimed, needs_provider, plain_session, provider_session
 from .test_attention import four_bits
+from .test_context import check_round_trip, compile_model, compiled_session
 
 pytestmark = needs_provider
-
-ALL = {"ep__ortolanexecutionprovider__claims": "all"}
-
 
 FORMS = {
     "separate": Form(),
@@ -59,7 +60,7 @@ def check(form: Form, session: ort.InferenceSession, feeds: Arrays) -> None:
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form(name: str, threads: int) -> None:
     form = FORMS[name]
-    session, plain = provider_session(form.model(), threads, **ALL), plain_session(form.model())
+    session, plain = provider_session(form.model(), threads), plain_session(form.model())
     for call in CALLS:
         feeds = form.feeds(*call)
         check(form, session, feeds)
@@ -71,7 +72,7 @@ def test_every_form(name: str, threads: int) -> None:
 def test_sequences_of_different_lengths(name: str) -> None:
     """Shorter sequences have padding rows in the prompt, and unused cache in the next call."""
     form = FORMS[name]
-    session, plain = provider_session(form.model(), **ALL), plain_session(form.model())
+    session, plain = provider_session(form.model()), plain_session(form.model())
     prompt, step = form.feeds(3, 20, 0, [20, 1, 13]), form.feeds(3, 1, 20, [21, 2, 14])
     for feeds in (prompt, step):
         check(form, session, feeds)
@@ -88,7 +89,7 @@ def test_the_cache_is_as_long_as_the_host_says() -> None:
     """The cache has the length of the `total` input, although no sequence is that long."""
     form = FORMS["rotary"]
     feeds = form.feeds(2, 1, 20, [15, 3]) | {"total": np.array(21, np.int32)}
-    session, plain = provider_session(form.model(), **ALL), plain_session(form.model())
+    session, plain = provider_session(form.model()), plain_session(form.model())
     found, expected = session.run(None, feeds), plain.run(None, feeds)
     assert [one.shape for one in found] == [one.shape for one in expected]
     np.testing.assert_allclose(found[0], expected[0], atol=1e-5)
@@ -120,7 +121,7 @@ def bound(session: ort.InferenceSession, feeds: Arrays, shared: bool) -> tuple[l
 def test_in_place(name: str, call: tuple[int, int, int]) -> None:
     """Past and present caches are one buffer of 64 tokens: memory after the tokens stays unchanged."""
     form, (_, rows, past) = FORMS[name], call
-    session, plain = provider_session(form.model(), **ALL), plain_session(form.model())
+    session, plain = provider_session(form.model()), plain_session(form.model())
     assert claimed(session) == [NAME]
     feeds = form.feeds(*call, room=64)
     found, in_place = bound(session, feeds, shared=True)
@@ -141,7 +142,7 @@ def test_in_place(name: str, call: tuple[int, int, int]) -> None:
 
 def test_one_buffer_that_is_too_short() -> None:
     form = FORMS["separate"]
-    session = provider_session(form.model(), **ALL)
+    session = provider_session(form.model())
     binding, values = session.io_binding(), {}
     feeds = form.feeds(1, 1, 8)
     for name, array in feeds.items():
@@ -173,16 +174,21 @@ def decoder_answers(session: ort.InferenceSession, model: onnx.ModelProto) -> li
 def test_a_decoder_answers_as_the_optimized_file(kind: str) -> None:
     """The optimized file has NoMADAttention instead; its linear layers run on the provider too."""
     model = llama("gqa") if kind == "float" else four_bits(llama("gqa"))
-    session = provider_session(model, **ALL)
+    session = provider_session(model)
     steps = [
         {"name": "normalize"},
-        {"name": "compress_cache", "keys": "float32", "values": "float32"},
+        {
+            "name": "compress_cache",
+            "keys": "float32",
+            "values": "float32",
+            "precision": "f32" if kind == "float" else "bf16",
+        },
         {"name": "verify", "seconds": 0.0},
     ]
     recipe = ortolan.Recipe.from_dict({"name": "float caches", "pass": steps})
     expected = ortolan.optimize_onnx(model, recipe=recipe).model
     assert expected is not None and op_types(expected).count("NoMADAttention") == LAYERS
-    optimized = provider_session(expected, **ALL)
+    optimized = provider_session(expected)
     kinds = {node.name: node.op_type for node in model.graph.node}
     assert [kinds.get(name) for name in claimed(session)].count("GroupQueryAttention") == LAYERS
     assert len(claimed(session)) == len(claimed(optimized)) + LAYERS
@@ -198,7 +204,7 @@ def test_nobody_reads_the_present() -> None:
         kept = [output for output in model.graph.output if output.name == wanted]
         del some.graph.output[:]
         some.graph.output.extend(kept)
-        session = provider_session(some, **ALL)
+        session = provider_session(some)
         assert claimed(session) == [NAME]
         expected = operator_answers(form, feeds)[["y", "present_key", "present_value"].index(wanted)]
         assert_same_bits(session.run(None, feeds)[0], expected)
@@ -217,7 +223,7 @@ def test_numbers_at_odd_addresses(tmp_path: Path) -> None:
             tensor.external_data.add(key=key, value=text)
     (tmp_path / "tables.bin").write_bytes(data)
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
-    check(form, provider_session(str(tmp_path / "model.onnx"), **ALL), form.feeds(2, 3, 5))
+    check(form, provider_session(str(tmp_path / "model.onnx")), form.feeds(2, 3, 5))
 
 
 def with_input(place: int, name: str) -> onnx.NodeProto:
@@ -236,39 +242,39 @@ def without_inputs(form: Form, *places: int) -> onnx.NodeProto:
 
 ROTARY = FORMS["rotary"]
 CACHE = ["batch", 2, "past", 16]
-NOT_KNOWN = "which Ortolan's attention does not know"
+NOT_KNOWN = "which NoMADAttention does not support"
 # Maps a case to the node, types and shapes of changed inputs, and the reason for which it is not claimed.
 LEFT: dict[str, tuple[onnx.NodeProto, dict[str, Any], str]] = {
-    "softcap": (ROTARY.node(softcap=30.0), {}, f"its softcap is 30, {NOT_KNOWN}"),
-    "a window": (ROTARY.node(local_window_size=8), {}, f"its local_window_size is 8, {NOT_KNOWN}"),
-    "smooth softmax": (ROTARY.node(smooth_softmax=1), {}, f"its smooth_softmax is 1, {NOT_KNOWN}"),
+    "softcap": (ROTARY.node(softcap=30.0), {}, f"it has softcap 30.0, {NOT_KNOWN}"),
+    "a window": (ROTARY.node(local_window_size=8), {}, f"it has local_window_size 8, {NOT_KNOWN}"),
+    "smooth softmax": (ROTARY.node(smooth_softmax=1), {}, f"it has smooth_softmax 1, {NOT_KNOWN}"),
     "positions": (
         with_input(9, "position_ids"),
         {"position_ids": (TensorProto.INT64, ["batch", "rows"])},
-        "it has input 9, 'position_ids'",
+        "it has an input position_ids",
     ),
-    "a mask": (with_input(10, "bias"), {"bias": (FLOAT, [1, 1, "rows", "all"])}, "it has input 10, 'bias'"),
-    "sinks": (with_input(11, "sink"), {"sink": (FLOAT, [6])}, "it has input 11, 'sink'"),
-    "no cache": (without_inputs(ROTARY, 3, 4), {}, "its past_key is missing"),
+    "a mask": (with_input(10, "bias"), {"bias": (FLOAT, [1, 1, "rows", "all"])}, "it has an input attention_bias"),
+    "sinks": (with_input(11, "sink"), {"sink": (FLOAT, [6])}, "it has an input head_sink"),
+    "no cache": (without_inputs(ROTARY, 3, 4), {}, "it has no cache of keys and values"),
     "unknown width": (
         ROTARY.node(),
         {name: (FLOAT, None) for name in ("query", "key", "value", "past_key", "past_value")},
-        "the width of its heads is unknown until run time",
+        "the width of its heads is not known: its cache 'past_key' has shape unknown",
     ),
     "other heads": (
         ROTARY.node(),
         {"past_value": (FLOAT, ["batch", 3, "past", 16])},
-        "its past_value 'past_value' has 3 heads, expected 2",
+        "its cache 'past_value' has shape [batch, 3, past, 16], expected [batch, 2, tokens, 16]",
     ),
     "another width": (
         ROTARY.node(),
         {"value": (FLOAT, ["batch", "rows", 30])},
-        "its value 'value' is 30 wide, expected heads of one width, counted by num_heads and kv_num_heads",
+        "its value 'value' has shape [batch, rows, 30], expected [batch, rows, 32]",
     ),
     "another rank": (
         ROTARY.node(),
         {"value": (FLOAT, ["batch", 2, "rows", 16])},
-        "its value 'value' has shape [-1, 2, -1, 16], expected 3 axes",
+        "its value 'value' has shape [batch, 2, rows, 16], expected [batch, rows, 32]",
     ),
 }
 
@@ -277,7 +283,7 @@ LEFT: dict[str, tuple[onnx.NodeProto, dict[str, Any], str]] = {
 def test_left_with_a_reason(name: str) -> None:
     node, inputs, reason = LEFT[name]
     model = ROTARY.model(node, **inputs)
-    session = provider_session(model, **ALL)
+    session = provider_session(model)
     assert claimed(session) == []
     found = ortolan.inspect_provider(model, claims="all").nodes
     assert [(one.node, one.taken, one.reason) for one in found] == [(NAME, False, reason)]
@@ -288,15 +294,15 @@ def test_a_part_of_the_head_turns() -> None:
     for tensor in model.graph.initializer:
         tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor)[:, :4], tensor.name))
     (found,) = ortolan.inspect_provider(model, claims="all").nodes
-    expected = "its cos_cache 'cos' rotates 8 of the 16 values of a head, expected all"
+    expected = "its rotary tables have shapes [128, 4] and [128, 4], expected [positions, 8] for whole heads"
     assert (found.taken, found.reason) == (False, expected)
 
 
 @pytest.mark.skipif(ORT_VERSION < (1, 32), reason="the attribute is newer")
 def test_every_token_sees_every_other() -> None:
     (found,) = ortolan.inspect_provider(ROTARY.model(ROTARY.node(causal=0)), claims="all").nodes
-    assert (found.taken, found.reason) == (False, f"its causal is 0, {NOT_KNOWN}")
-    assert claimed(provider_session(ROTARY.model(ROTARY.node(causal=1)), **ALL)) == [NAME]
+    assert (found.taken, found.reason) == (False, f"it has causal 0, {NOT_KNOWN}")
+    assert claimed(provider_session(ROTARY.model(ROTARY.node(causal=1)))) == [NAME]
 
 
 BAD: dict[str, tuple[Arrays, str]] = {
@@ -307,7 +313,11 @@ BAD: dict[str, tuple[Arrays, str]] = {
     "rank": ({"query": np.zeros((1, 96), np.float32)}, r"'query' has shape \[1, 96\]"),
     "keys": (
         {"key": np.zeros((1, 2, 32), np.float32)},
-        r"'key' has shape \[1, 2, 32\], expected \[1, 1, 32\], the query's batch and rows",
+        r"'value' has shape \[1, 1, 32\], expected \[1, 2, 32\]",
+    ),
+    "keys and values": (
+        {name: np.zeros((1, 2, 32), np.float32) for name in ("key", "value")},
+        "there are 1 queries and 2 new keys, expected equal counts",
     ),
     "a cache of two": ({"past_value": np.zeros((2, 2, 9, 16), np.float32)}, r"'past_value' has shape \[2, 2, 9, 16\]"),
     "fewer values": (
@@ -348,7 +358,7 @@ def test_feeds_that_do_not_fit(name: str) -> None:
         one: (INT32, None) for one in ("lengths", "total")
     }
     batches = {one: (FLOAT, ["any", 2, "past", 16]) for one in ("past_key", "past_value")}
-    session = provider_session(ROTARY.model(**free, **batches), **ALL)
+    session = provider_session(ROTARY.model(**free, **batches))
     feeds = ROTARY.feeds(1, 1, 9)
     with pytest.raises(Exception, match=f"GroupQueryAttention node '{NAME}': .*{message}"):
         session.run(None, feeds | odd)
@@ -357,7 +367,7 @@ def test_feeds_that_do_not_fit(name: str) -> None:
 
 @pytest.mark.parametrize("call", [(0, 3, 4), (2, 0, 5), (0, 0, 0)])
 def test_nothing_to_do(call: tuple[int, int, int]) -> None:
-    session = provider_session(ROTARY.model(), **ALL)
+    session = provider_session(ROTARY.model())
     batch, rows, past = call
     feeds = ROTARY.feeds(batch, rows, past, [past + rows])
     feeds["lengths"] = np.full(batch, past + rows - 1, np.int32)
@@ -366,18 +376,65 @@ def test_nothing_to_do(call: tuple[int, int, int]) -> None:
     assert_same_bits(key[:, :, :past], feeds["past_key"])
 
 
-def test_compiled_models_have_it_as_it_is(tmp_path: Path) -> None:
-    """Attention has no weights to pack, so it stays in the compiled model, and sessions on that model claim it."""
+# --- other forms of attention with a cache ----------------------------------------------------------------------------
+
+CACHED_CALLS = ((0, 7), (9, 1), (9, 5), (0, 2))  # past, rows
+
+
+# The masks of the other form are cut to the length of its own keys, so only a pass can change them.
+@pytest.mark.parametrize(
+    "form",
+    [one for one in cached_graphs.FORMS if one is not cached_graphs.constant_masks],
+    ids=lambda one: one.__name__,
+)
+def test_decomposed_forms(form: Callable[[cached_graphs.CachedGraph], str], tmp_path: Path) -> None:
+    """A Concat appends to the cache: answers as in the optimized file and in the compiled model."""
+    model = cached_graphs.model(form)
+    calls = [cached_graphs.feeds(model, past, rows) for past, rows in CACHED_CALLS]
+    found = [one.what for one in ortolan.inspect_provider(model, claims="all").nodes if one.taken]
+    assert found == [f"attention of {H} heads of {D} over a cache of {1 if 'one_head' in form.__name__ else H}"]
+    expected = ortolan.optimize_onnx(
+        model, recipe=ortolan.Recipe.of(cache="float32"), calibration=calls[:1], options={"verify.seconds": 0.0}
+    ).model
+    assert expected is not None and op_types(expected).count("NoMADAttention") == 1
+    session = provider_session(model)
+    for feeds in calls:
+        for y, wanted, plain in zip(
+            session.run(None, feeds), run(expected, feeds, library=True), run(model, feeds), strict=True
+        ):
+            assert_same_bits(y, wanted)
+            seen = feeds["mask"][:, feeds["past_key"].shape[2] :, None] != 0 if y.ndim == 3 else True
+            np.testing.assert_allclose(y * seen, plain * seen, atol=1e-5)
+    check_round_trip(model, tmp_path, *calls)
+
+
+# --- compiled models --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_compiled(name: str, tmp_path: Path) -> None:
+    """Rotary tables stay in the model, and past and present may still share a buffer."""
+    form = FORMS[name]
+    calls = [form.feeds(*call) for call in CALLS]
+    check_round_trip(form.model(), tmp_path, *calls)
+    session, compiled = provider_session(form.model()), compiled_session(tmp_path)
+    for feeds in (form.feeds(2, 1, 37, room=64), form.feeds(1, 20, 10, room=64)):
+        found, in_place = bound(compiled, feeds, shared=True)
+        assert in_place
+        for one, expected in zip(found, bound(session, feeds, shared=True)[0], strict=True):
+            assert_same_bits(one, expected)
+
+
+@pytest.mark.parametrize("embed_mode", ["0", "1"])
+def test_a_compiled_decoder(embed_mode: str, tmp_path: Path) -> None:
     model = four_bits(llama("gqa"))
-    onnx.save(model, tmp_path / "model.onnx")
-    entries = ALL | {"ep__context_enable": "1"}
-    writing = provider_session(str(tmp_path / "model.onnx"), **entries)
+    compile_model(model, tmp_path, ep__context_embed_mode=embed_mode)
     compiled = onnx.load(tmp_path / "model_ctx.onnx")
-    assert op_types(compiled).count("GroupQueryAttention") == LAYERS and "EPContext" in op_types(compiled)
-    session, plain = provider_session(str(tmp_path / "model_ctx.onnx"), **ALL), provider_session(model, **ALL)
-    names = [node.name for node in compiled.graph.node if node.op_type == "GroupQueryAttention"]
-    assert set(names) <= set(claimed(session)) and not set(names) & set(claimed(writing))
-    for found, expected in zip(decoder_answers(session, model), decoder_answers(plain, model), strict=True):
+    assert not {"GroupQueryAttention", "MatMulNBits"} & set(op_types(compiled))
+    session = provider_session(model)
+    for found, expected in zip(
+        decoder_answers(compiled_session(tmp_path), model), decoder_answers(session, model), strict=True
+    ):
         assert_same_bits(found, expected)
 
 

@@ -1,4 +1,4 @@
-"""What the provider claims if claims is "faster": by the kept times of layers, else by the limits of the CPU."""
+"""Claims of the provider with `claims="faster"`: by the kept times of layers, else by the limits of the CPU."""
 
 from __future__ import annotations
 

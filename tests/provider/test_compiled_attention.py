@@ -19,11 +19,10 @@ from ortolan.models import tiny
 from ..ops.single_node import assert_same_bits
 from ..passes.attention_forms import unknown_heads
 from ..passes.attention_graphs import FLOAT, B, H, S, W, feeds
-from .context_records import LAYERS, steps
-from .sessions import needs_provider
+from .context_records import steps
+from .sessions import needs_provider, provider_session
 from .test_attention import (
     TAKEN,
-    all_claims,
     attentions,
     built,
     constant_mask,
@@ -147,15 +146,6 @@ def check_both(
             session.run(None, given)
 
 
-def test_the_number_of_heads(int8: Quantize, tmp_path: Path) -> None:
-    model = int8(built(unknown_heads))
-    sessions, x = both(model, tmp_path), feeds(model)["x"]
-    for shape in ([B, S, 1, W], [B, S, 6, W // 6], [0, -1, 2 * H, W // H // 2]):
-        check_both(sessions, {"x": x, "shape": np.array(shape)})
-    for shape in ([B, S, H, W // H + 1], [B, S, -1, -1], [B, -1, 2 * H, W // H], [1, 1, 1, -2]):
-        check_both(sessions, {"x": x, "shape": np.array(shape)}, error="shape")
-
-
 def test_the_number_of_rows(int8: Quantize, tmp_path: Path) -> None:
     model = int8(built(rows_are_fixed))
     sessions = both(model, tmp_path)
@@ -237,111 +227,6 @@ def change(folder: Path, step: int, **numbers: int) -> None:
 
 
 LARGE = 1 << 40
-
-
-@pytest.mark.parametrize(
-    "numbers, pattern",
-    [
-        ({"kind": 4}, "a step has kind 4, expected 0 to 3"),
-        ({"kind": LAYERS}, "."),
-        ({"x": 9}, "input/output index 9"),
-        ({"x": -1}, "input/output index -1"),
-        ({"y": 1}, "input/output index 1"),
-        ({"y": -1}, "its 1 steps do not compute all of its 1 outputs"),
-        ({"parts": 2}, "queries, keys and values have 2 weights, expected 1 or 3"),
-        ({"parts": 0}, "have 0 weights"),
-        ({"parts": LARGE}, "weights, expected 1 or 3"),
-        ({"part0": 4}, "a weight has kind 4, expected 0 to 3"),
-        ({"heads": 0}, "has 0 heads of 12"),
-        ({"heads": -4}, "has -4 heads of 12"),
-        ({"heads": 5}, "attention of 48 columns has 5 heads of 12"),
-        ({"heads": LARGE}, "heads of 12"),
-        ({"head_dim": 0}, "has 4 heads of 0"),
-        ({"scale": bits(np.nan)}, "the scale of the scores is not finite: -?nan"),
-        ({"scale": bits(np.inf)}, "the scale of the scores is not finite: inf"),
-        ({"causal": 2}, "a flag is 2, expected 0 or 1"),
-        ({"zero_hidden_rows": -1}, "a flag is -1"),
-        ({"zero_rows": 0}, "has another type than its step expects"),
-        ({"zero_rows": -2}, "input/output index -2"),
-        ({"query__copies": 3}, "a flag is 3"),
-        ({"query__sizes": -1}, "there are -1 sizes of a Reshape"),
-        ({"query__sizes": LARGE}, "."),
-        ({"key__0__kind": 7}, "size 0 of a Reshape has an invalid slot or kind 7"),
-        ({"key__0__kind": -1}, "invalid slot or kind -1"),
-        ({"key__0__kind": 1}, "invalid slot or kind 1"),  # kind 1 needs a value, which this record lacks
-        ({"key__0__kind": 2, "key__0__number": -1}, "size -1 of a Reshape has an invalid slot or kind 2"),
-        ({"value__1__input": 0}, "has another type than its step expects"),
-        ({"views": 1}, "there are 1 Reshapes of transposed keys, expected 0 or 2"),
-        ({"views": -2}, "there are -2 views of keys"),
-        ({"masks": -1}, "there are -1 masks"),
-        ({"masks": 17}, "there are 17 masks"),
-        ({"mask0__kind": 1}, "a condition masks scores with the invalid value 0"),
-        ({"mask0__kind": 2}, "key padding that adds 0 is missing"),
-        ({"mask0__kind": 3}, "a mask has kind 3, expected 0 to 2"),
-        ({"mask0__axes": -1}, "there are -1 axes of a mask"),
-        ({"mask0__axes": LARGE}, "."),
-        ({"mask0__axis2": 0}, "a mask of shape .* has 81 numbers"),
-        ({"mask0__axis2": -9}, "a mask of shape .* has 81 numbers"),
-        ({"mask0__axis2": 10}, "a mask of shape .* has 81 numbers"),
-        ({"mask0__axis0": 1 << 62, "mask0__axis1": 4}, "a mask of shape .* has 81 numbers"),
-        ({"mask0__numbers__bytes": 80 * 4}, "a mask of shape .* has 80 numbers"),
-        ({"mask0__numbers__bytes": 81 * 4 - 1}, "a section of 4-byte elements has 323 bytes"),
-        ({"mask0__numbers__first": 1}, "a section of 4-byte elements"),
-        ({"mask0__numbers__first": LARGE}, "a section of 4-byte elements"),
-        ({"mask0__is_cut": 2}, "a flag is 2"),
-    ],
-)
-def test_wrong_numbers(numbers: dict[str, int], pattern: str, int8: Quantize, tmp_path: Path) -> None:
-    compile_model(int8(built(constant_mask("whole"))), tmp_path)
-    change(tmp_path, 0, **numbers)
-    refuse(tmp_path, pattern)
-
-
-@pytest.mark.parametrize(
-    "numbers, pattern",
-    [
-        ({"mask1__fill": bits(np.nan)}, "a condition masks scores with the invalid value -?nan"),
-        ({"mask1__fill": bits(-1e4)}, "a condition masks scores with the invalid value -10000"),
-        ({"mask1__input": -1}, "a condition masks scores with the invalid value"),
-        ({"mask1__kind": 0}, "has another type than its step expects"),
-        ({"mask0__kind": 1}, "has another type than its step expects"),
-        ({"mask0__kind": 2}, "has another type than its step expects"),
-    ],
-)
-def test_wrong_conditions(numbers: dict[str, int], pattern: str, tmp_path: Path) -> None:
-    """The linear layers are int8, because context_records reads only these and 4-bit layers."""
-    model, _ = conditions()
-    compile_model(model, tmp_path, 1, ep__ortolanexecutionprovider__precision="int8")
-    change(tmp_path, 0, **numbers)
-    refuse(tmp_path, pattern)
-
-
-def test_sizes_of_no_whole_numbers(int8: Quantize, tmp_path: Path) -> None:
-    """The input with the number of heads must be an integer."""
-    compile_model(int8(built(unknown_heads)), tmp_path)
-    model = onnx.load(tmp_path / "model_ctx.onnx")
-    (shape,) = (one for one in model.graph.input if one.name == "shape")
-    shape.type.tensor_type.elem_type = FLOAT
-    onnx.save(model, tmp_path / "model_ctx.onnx")
-    refuse(tmp_path, "its value 'shape' has another type than its step expects")
-
-
-def test_parts_of_different_sizes(int8: Quantize, tmp_path: Path) -> None:
-    """The record of another layer, with other sizes, replaces that of the value layer."""
-    compile_model(int8(ir.to_proto(tiny.tiny_bert(hidden_size=40, num_attention_heads=4))), tmp_path)
-    content = bytearray(binary(tmp_path).read_bytes())
-    found = list(steps(bytes(content)))
-
-    def part(step: dict[str, int], index: int) -> bytes:
-        return bytes(content[step[f"part{index}"] : step[f"part{index} end"]])
-
-    (attention, *_) = (one for one in found if "part2" in one)
-    size = len(part(attention, 2))
-    others = [part(one, 0) for one in found if "part0" in one and "part2" not in one]
-    (other, *_) = (one for one in others if struct.unpack_from("<qqq", one) != (1, 40, 40) and len(one) == size)
-    content[attention["part2"] : attention["part2 end"]] = other
-    binary(tmp_path).write_bytes(content)
-    refuse(tmp_path, "queries, keys and values have 3 weights of sizes 40 x 40 and ")
 
 
 def test_a_node_without_its_inputs(int8: Quantize, tmp_path: Path) -> None:
