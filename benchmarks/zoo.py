@@ -120,9 +120,8 @@ def provided(source: Path, optimized: Path, feeds: dict[str, np.ndarray]) -> Pro
     answers = (one.run(None, feeds) for one in (session, create_session(optimized)))
     names = [one.name for one in session.get_outputs()]
     pairs = zip(names, *answers, strict=True)
-    return Provided(
-        round(attentions, 1), tuple(name for name, *one in pairs if not np.array_equal(*one, equal_nan=True))
-    )
+    unequal = tuple(name for name, one, other in pairs if not np.array_equal(one, other, equal_nan=True))
+    return Provided(round(attentions, 1), unequal)
 
 
 def _count(model: ir.Model) -> Counter[str]:

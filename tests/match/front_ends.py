@@ -63,10 +63,11 @@ def folded(model: onnx.ModelProto) -> onnx.ModelProto:
     loaded = ir.from_proto(model)
     for graph in loaded.graphs():
         for node in tuple(graph):
-            made = [(value, constant_tensor(value)) for value in node.outputs if value.name]
-            if node.op_type == "Constant" or not made or any(tensor is None for _, tensor in made):
+            values = [value for value in node.outputs if value.name]
+            tensors = [tensor for value in values if (tensor := constant_tensor(value)) is not None]
+            if node.op_type == "Constant" or not tensors or len(tensors) < len(values):
                 continue
-            for value, tensor in made:
+            for value, tensor in zip(values, tensors, strict=True):
                 kept = ir.val(value.name, const_value=ir.tensor(tensor.numpy(), name=value.name))
                 value.replace_all_uses_with(kept, replace_graph_outputs=True)
                 graph.register_initializer(kept)

@@ -145,7 +145,7 @@ def between(rng: Rng, model: ModelProto) -> None:
     index = int(rng.integers(len(node.input)))
     old, new = node.input[index], f"between_{len(graph.node)}"
     kind = pick(rng, ["Identity", "Neg", "Tanh", "Cast", "Transpose", "Mul", "Dropout"])
-    attributes = {"to": int(pick(rng, [TensorProto.FLOAT, TensorProto.INT64, TensorProto.FLOAT16]))}
+    attributes: dict[str, Any] = {"to": int(pick(rng, [TensorProto.FLOAT, TensorProto.INT64, TensorProto.FLOAT16]))}
     inputs = [old, old] if kind == "Mul" else [old]
     graph.node.insert(place, helper.make_node(kind, inputs, [new], **(attributes if kind == "Cast" else {})))
     node.input[index] = new
