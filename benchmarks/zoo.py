@@ -1,7 +1,8 @@
 """The zoo: coverage, accuracy and speed for each architecture of models/zoo.py.
 
 For each model, it reports the replaced parts of the graph, the similarity of the answers, and speedups over ONNX
-Runtime's float32 and dynamic int8. The dynamic int8 file also runs, unmodified, on the execution provider.
+Runtime's float32 and dynamic int8. The dynamic int8 file also runs, unmodified, on the execution provider. So does the
+float32 file, in bf16: the answers should have the bits of the file that is optimized to bf16.
 
 Weights are random, so the similarity shows the error of the operators, not of int8 on a trained model.
 Encoders run 1 x 128 tokens, 3 seconds of sound, or one image; decoders one token after 128 tokens. Decoder caches stay
@@ -10,6 +11,7 @@ float32. Needs ortolan[optimum].
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 from onnxruntime.quantization import quantize_dynamic
@@ -31,6 +34,7 @@ from ..errors import OrtolanError
 from ..models.zoo import ARCHITECTURES, BASE, SMALL, Architecture, Size, export, find_architecture
 from ..optimize import optimize_onnx
 from ..progress import Progress, no_progress
+from ..provider import CLAIMS_FILE, checked_options, options_with
 from ..provider import session_options as provider_options
 from .encoder import silent_root_logger
 from .result import BenchOptions, BenchResult, BenchRow
@@ -42,6 +46,9 @@ _SECONDS, _QUICK_SECONDS = 2.0, 0.5
 _MERGED = "decoder_model_merged"  # contains both other decoder files
 # Parts of the reasons for matrix products without a weight, which are not linear layers.
 _NO_WEIGHT = ("computed at run time", "both inputs are constant", "an outer product")
+
+# Operators for which the provider reports an attention that it computes alone.
+_ATTENTIONS = ("Softmax", "Attention", "MultiHeadAttention", "GroupQueryAttention")
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,32 @@ def study(architecture: Architecture, size: Size, source: Path, output: Path, we
         min((output.cosine for output in report.output_error), default=1.0),
         tuple(reasons),
     )
+
+
+@dataclass(frozen=True)
+class Provided:
+    """What the execution provider does with an unmodified model in bf16."""
+
+    attentions: float  # attentions that it claims
+    unequal: tuple[str, ...]  # outputs that differ in any bit from those of the optimized file
+
+
+def provided(source: Path, optimized: Path, feeds: dict[str, np.ndarray]) -> Provided:
+    """Run a model on the provider, which claims all nodes that it supports, and its file that was optimized to bf16."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "claims.jsonl"
+        options = options_with({**checked_options("bf16", "all"), CLAIMS_FILE: str(file)})
+        options.log_severity_level = 3
+        session = create_session(source, options)
+        found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    nodes = [node for node in found if "attention of" in node.get("what", "")]
+    # An attention with its query, key and value layers is reported for each layer.
+    attentions = sum(1 if node["op"] in _ATTENTIONS else 1 / 3 for node in nodes)
+    answers = (one.run(None, feeds) for one in (session, create_session(optimized)))
+    names = [one.name for one in session.get_outputs()]
+    pairs = zip(names, *answers, strict=True)
+    unequal = tuple(name for name, one, other in pairs if not np.array_equal(one, other, equal_nan=True))
+    return Provided(round(attentions, 1), unequal)
 
 
 def _count(model: ir.Model) -> Counter[str]:
@@ -154,6 +187,9 @@ def _rows(
     model = ir.load(source)
     tokens = architecture.tokens
     feeds = synthetic_feeds(model, Sizes(1, 1, tokens) if has_past(model) else Sizes(1, tokens, 0))
+    in_provider = provided(source, paths["bf16"], feeds)
+    case["provider attention"] = f"{in_provider.attentions:g}/{found['bf16'].attentions}"
+    case["provider's bf16 answers"] = "other bits" if in_provider.unequal else "the same bits"
     for threads in options.threads:
         with pinned(threads):
             sessions = {kind: create_session(path, session_options(threads)) for kind, path in paths.items()}

@@ -107,7 +107,7 @@ class _Skeleton:
             if value.shape is not None:
                 # Names of dimensions are reliable only at the model's inputs; the name of a Loop body's input describes
                 # only the first iteration. Only the main graph imports opsets.
-                named = is_input and owner is not None and owner.opset_imports
+                named = flags == _INPUT and owner is not None and owner.opset_imports
                 shape = [dim if isinstance(dim, int) else dim.value if named else None for dim in value.shape]
         if value.is_graph_output():
             flags |= _OUTPUT

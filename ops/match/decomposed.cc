@@ -65,7 +65,9 @@ std::optional<Decomposed::Products> Decomposed::FindProducts() {
   }
   weights = Beyond(weights, true);
   for (const Graph::Use& use : graph.Uses(weights)) {
-    if (use.index == 0 && use.node->IsStandard("MatMul") && found.context == nullptr) found.context = use.node;
+    const Value last = found.context == nullptr ? nullptr : found.context->Output(0);
+    const bool is_unread = graph.Uses(last).empty() && !graph.IsOutput(last);
+    if (use.index == 0 && use.node->IsStandard("MatMul") && is_unread) found.context = use.node;
   }
   found.scores = FindScores(softmax_.Input(0));
   if (found.context == nullptr || found.scores == nullptr) return std::nullopt;

@@ -296,13 +296,16 @@ std::optional<DimShape> DimensionRules::BroadcastInputs(size_t first, size_t end
   return shapes.empty() ? std::nullopt : Broadcast(shapes);
 }
 
-std::optional<DimShape> DimensionRules::ShapeFrom(const std::optional<Elements>& sizes) const {
-  if (!sizes) return std::nullopt;
+std::optional<DimShape> DimensionRules::ShapeFrom(size_t index) const {
+  const std::optional<Elements> sizes = ElementsIn(index);
+  const std::optional<DimShape> given = In(index);
+  const std::optional<int64_t> count = given && given->size() == 1 ? given->front().Number() : std::nullopt;
+  if (!sizes && (!count || *count < 0 || *count > static_cast<int64_t>(kMostRank))) return std::nullopt;
   DimShape shape;
-  for (const Element& size : *sizes) {
-    const Dim* const dim = size.AsDim();
+  for (size_t axis = 0; axis < (sizes ? sizes->size() : static_cast<size_t>(*count)); ++axis) {
+    const Dim* const dim = sizes ? (*sizes)[axis].AsDim() : nullptr;
     const bool is_size = dim != nullptr && (!dim->IsNumber() || dim->number() >= 0);
-    shape.push_back(is_size ? *dim : Unknown(shape.size()));
+    shape.push_back(is_size ? *dim : Unknown(axis));
   }
   return shape;
 }
@@ -381,8 +384,13 @@ std::optional<DimShape> DimensionRules::AttentionOutput() {
 std::optional<DimShape> DimensionRules::Transpose() {
   const std::optional<DimShape> shape = In(0);
   const std::optional<std::vector<size_t>> axes = shape ? Permutation(node_, shape->size()) : std::nullopt;
-  if (!axes) return std::nullopt;
   DimShape made;
+  if (!axes) {
+    const size_t rank = node_.Ints("perm").size();
+    if (rank == 0 || rank > kMostRank) return std::nullopt;
+    for (size_t axis = 0; axis < rank; ++axis) made.push_back(Unknown(axis));
+    return made;
+  }
   for (const size_t axis : *axes) made.push_back((*shape)[axis]);
   return made;
 }
@@ -390,7 +398,7 @@ std::optional<DimShape> DimensionRules::Transpose() {
 std::optional<DimShape> DimensionRules::Reshape() {
   const std::optional<DimShape> shape = In(0);
   const std::optional<std::vector<std::optional<Dim>>> target = dims_.ReshapeTarget(node_);
-  if (!target) return std::nullopt;
+  if (!target) return ElementsIn(1) ? std::nullopt : ShapeFrom(1);
   DimShape made, known;
   for (const std::optional<Dim>& dim : *target) {
     made.push_back(OrUnknown(dim, made.size()));
@@ -474,7 +482,7 @@ std::optional<DimShape> DimensionRules::GatherNd() {
   return made;
 }
 
-std::optional<DimShape> DimensionRules::Expand() { return Broadcast({In(0), ShapeFrom(ElementsIn(1))}); }
+std::optional<DimShape> DimensionRules::Expand() { return Broadcast({In(0), ShapeFrom(1)}); }
 
 // Return the length that a Slice of an axis has.
 std::optional<Dim> DimensionRules::Sliced(const Dim& dim, const Element& begin, const Element& end,
@@ -513,19 +521,22 @@ std::optional<DimShape> DimensionRules::Slice() {
     const int64_t count = starts                                                  ? std::ssize(*starts)
                           : given && given->size() == 1 && (*given)[0].IsNumber() ? (*given)[0].number()
                                                                                   : -1;
-    if (count < 0 || count > static_cast<int64_t>(kMostRank)) return std::nullopt;
-    axes.emplace();
-    for (int64_t axis = 0; axis < count; ++axis) axes->emplace_back(Dim(axis));
+    if (count >= 0 && count <= static_cast<int64_t>(kMostRank)) axes.emplace();
+    for (int64_t axis = 0; axes && axis < count; ++axis) axes->emplace_back(Dim(axis));
   }
-  if (!shape || !axes) return std::nullopt;
+  if (!shape) return std::nullopt;
+  const auto is_unknown = [&](const Element& axis) { return !AxisOf(axis.AsInt(), shape->size()); };
+  if (!axes || std::any_of(axes->begin(), axes->end(), is_unknown)) {
+    for (size_t axis = 0; axis < shape->size(); ++axis) (*shape)[axis] = Unknown(axis);
+    return shape;
+  }
   for (size_t i = 0; i < axes->size(); ++i) {
-    const std::optional<size_t> axis = AxisOf((*axes)[i].AsInt(), shape->size());
-    if (!axis) return std::nullopt;
+    const size_t axis = *AxisOf((*axes)[i].AsInt(), shape->size());
     const auto at = [&](const std::optional<Elements>& list) {
       return list && i < list->size() ? (*list)[i] : Element();
     };
     const Element step = node_.Has(4) ? at(steps) : Element(Dim(1));
-    (*shape)[*axis] = OrUnknown(Sliced((*shape)[*axis], at(starts), at(ends), step), *axis);
+    (*shape)[axis] = OrUnknown(Sliced((*shape)[axis], at(starts), at(ends), step), axis);
   }
   return shape;
 }
@@ -617,7 +628,7 @@ std::optional<DimShape> DimensionRules::Concat() {
 
 std::optional<DimShape> DimensionRules::ShapeOfShape() {
   const std::optional<Elements> elements = ShapeElements();
-  return elements ? std::optional(DimShape{Dim(std::ssize(*elements))}) : std::nullopt;
+  return DimShape{elements ? Dim(std::ssize(*elements)) : Unknown(0)};
 }
 
 std::optional<DimShape> DimensionRules::Embed() {
@@ -695,9 +706,8 @@ std::optional<DimShape> DimensionRules::Pad() {
 std::optional<DimShape> DimensionRules::Resize() {
   const std::optional<DimShape> shape = In(0);
   if (!shape) return std::nullopt;
-  const std::optional<DimShape> sizes = node_.HasAttribute("axes") || node_.HasAttribute("keep_aspect_ratio_policy")
-                                            ? std::nullopt
-                                            : ShapeFrom(ElementsIn(3));
+  const bool is_plain = node_.Ints("axes").empty() && node_.String("keep_aspect_ratio_policy", "stretch") == "stretch";
+  const std::optional<DimShape> sizes = is_plain ? ShapeFrom(3) : std::nullopt;
   if (sizes && sizes->size() == shape->size()) return sizes;
   DimShape unknown;
   for (size_t axis = 0; axis < shape->size(); ++axis) unknown.push_back(Unknown(axis));

@@ -33,7 +33,8 @@ class DimensionRules {
   Dim OrUnknown(const std::optional<Dim>& dim, size_t axis) const { return dim ? *dim : Unknown(axis); }
   std::optional<DimShape> Broadcast(const std::vector<std::optional<DimShape>>& shapes) const;
   std::optional<DimShape> BroadcastInputs(size_t first, size_t end) const;
-  std::optional<DimShape> ShapeFrom(const std::optional<Elements>& sizes) const;
+  // Return the shape that an input contains. Only its rank is known if the input's elements are not.
+  std::optional<DimShape> ShapeFrom(size_t index) const;
   std::optional<DimShape> Product(size_t a, size_t b) const;
   std::optional<Dim> Sliced(const Dim& dim, const Element& begin, const Element& end, const Element& step) const;
 
@@ -61,7 +62,7 @@ class DimensionRules {
   std::optional<DimShape> If();
   std::optional<DimShape> Tile();
   std::optional<DimShape> Split();
-  std::optional<DimShape> ConstantOfShape() { return ShapeFrom(ElementsIn(0)); }
+  std::optional<DimShape> ConstantOfShape() { return ShapeFrom(0); }
   std::optional<DimShape> Range();
   std::optional<DimShape> Concat();
   std::optional<DimShape> ShapeOfShape();

@@ -138,8 +138,8 @@ std::optional<std::vector<std::optional<Dim>>> Dimensions::ReshapeTarget(const N
     if (dim == nullptr || dim->Is(-1)) {
       sizes.emplace_back();
     } else if (copies && dim->Is(0)) {
-      if (!shape || axis >= shape->size()) return std::nullopt;
-      sizes.emplace_back((*shape)[axis]);
+      if (shape && axis >= shape->size()) return std::nullopt;
+      sizes.push_back(shape ? std::optional((*shape)[axis]) : std::nullopt);
     } else {
       if (dim->IsNumber() && dim->number() < 0) return std::nullopt;
       sizes.emplace_back(*dim);

@@ -231,10 +231,15 @@ void CheckUses(const Dimensions& dims, NodeSet& nodes, Attention& found, Executo
     const Node* user;     // its consumer outside the set; null if value is inside
   };
   std::vector<Waiting> waiting;
-  for (const Node* const node : InGraphOrder(nodes)) {
+  for (const Node* const node : nodes) {
     if (node == graph.Maker(found.output)) continue;
-    for (const Value value : node->outputs()) waiting.push_back({value, value, nullptr});
+    for (const Value value : node->outputs()) {
+      if (value != nullptr) waiting.push_back({value, value, nullptr});
+    }
   }
+  // The reason is about the same value in any order of the nodes.
+  std::sort(waiting.begin(), waiting.end(),
+            [](const Waiting& a, const Waiting& b) { return a.value->name > b.value->name; });
   NodeSet dead;
   while (!waiting.empty()) {
     const auto [value, inside, user] = waiting.back();

@@ -9,6 +9,8 @@ namespace {
 // First version in which GetCapability can read the parent node. With older versions a branch is recognized by values
 // of an outer graph.
 constexpr uint32_t kTellsOfParents = 24;
+// First version that tells a scalar from a value of unknown rank.
+constexpr uint32_t kTellsOfShapes = 24;
 constexpr size_t kMostAttributeElements = 64;  // limit for tensors in attributes
 
 struct TensorInfo {
@@ -237,8 +239,9 @@ Value OrtModelGraph::AddValue(const OrtValueInfo* value) {
   if (tensor != nullptr) {
     const TensorInfo read = ReadInfo(ort, *tensor);
     info.type = read.type;
-    // ONNX Runtime tells no difference between a scalar and an unknown shape.
-    if (!read.shape.empty() || info.is_constant) info.shape.emplace();
+    const bool has_shape = host_.version >= kTellsOfShapes ? ort.TensorTypeAndShape_HasShape(tensor)
+                                                           : info.is_constant || !read.shape.empty();
+    if (has_shape) info.shape.emplace();
     for (size_t i = 0; i < read.shape.size(); ++i) {
       const bool is_named = info.is_input && !is_branch_ && read.shape[i] < 0;
       info.shape->push_back({read.shape[i], is_named ? Text(read.names[i]) : ""});

@@ -72,25 +72,22 @@ def swapped_inputs(rng: Rng, model: ModelProto) -> None:
 
 
 def constant(rng: Rng, model: ModelProto) -> None:
-    """Change a Reshape target, axes, a scale or a fill value, or its shape or type."""
+    """Change a Reshape target, axes, a scale or a fill value."""
     found = [
         tensor for graph in graphs(model.graph) for tensor in graph.initializer if np.prod(tensor.dims, dtype=int) <= 8
     ]
     tensor = some_of(rng, found)
     array = numpy_helper.to_array(tensor).copy()
-    kind = int(rng.integers(6))
+    kind = int(rng.integers(4))
     if kind == 0 and array.size:
         array.reshape(-1)[rng.integers(array.size)] = pick(rng, [-1, 0, 1, 2, 4, 12, 48])
     elif kind == 1:
         array = rng.permutation(array.reshape(-1)).reshape(array.shape)
-    elif kind == 2:
+    elif kind == 2 and array.dtype.kind == "f":
         array = array[None]
-    elif kind == 3:
-        array = array.reshape(-1)[:1].reshape(()) if array.size else array
-    elif kind == 4:
-        array = np.concatenate([array.reshape(-1), array.reshape(-1)[-1:]])
-    elif array.dtype.kind == "f":
-        array = np.asarray(array * pick(rng, [-1, 0, 2, 1e30, np.inf]), array.dtype)
+    elif kind == 3 and array.dtype.kind == "f":
+        with np.errstate(all="ignore"):
+            array = np.asarray(array * pick(rng, [-1, 0, 2, 1e30, np.inf]), array.dtype)
     tensor.CopyFrom(numpy_helper.from_array(np.asarray(array), tensor.name))
 
 
@@ -148,7 +145,7 @@ def between(rng: Rng, model: ModelProto) -> None:
     index = int(rng.integers(len(node.input)))
     old, new = node.input[index], f"between_{len(graph.node)}"
     kind = pick(rng, ["Identity", "Neg", "Tanh", "Cast", "Transpose", "Mul", "Dropout"])
-    attributes = {"to": int(pick(rng, [TensorProto.FLOAT, TensorProto.INT64, TensorProto.FLOAT16]))}
+    attributes: dict[str, Any] = {"to": int(pick(rng, [TensorProto.FLOAT, TensorProto.INT64, TensorProto.FLOAT16]))}
     inputs = [old, old] if kind == "Mul" else [old]
     graph.node.insert(place, helper.make_node(kind, inputs, [new], **(attributes if kind == "Cast" else {})))
     node.input[index] = new
@@ -242,6 +239,15 @@ def operator(rng: Rng, model: ModelProto) -> None:
     node.op_type = pick(rng, kinds[node.op_type])
 
 
+def in_branches(rng: Rng, model: ModelProto) -> ModelProto:
+    """Move the graph into both branches of an If. ONNX Runtime does not tell names of the outer graph's dimensions."""
+    for one in model.graph.input:
+        for dim in one.type.tensor_type.shape.dim:
+            if dim.dim_param:
+                dim.Clear()
+    return fuzz_models.in_branches(rng, model, whole=True)
+
+
 def names(rng: Rng, model: ModelProto) -> None:
     for node in model.graph.node:
         node.name = pick(rng, ["", node.name])
@@ -256,7 +262,7 @@ def opset(rng: Rng, model: ModelProto) -> None:
 CHANGES = [
     number, number, numbers, no_attribute, swapped_inputs, swapped_inputs, constant, constant, constant, constant_node,
     constant_input, other_input, other_input, removed, removed, between, between, twice, twice, reader, output,
-    input_shape, input_shape, no_output_shape, half, operator, names, opset, fuzz_models.in_branches,
+    input_shape, input_shape, no_output_shape, half, operator, names, opset, in_branches,
 ]  # fmt: skip
 
 

@@ -307,10 +307,10 @@ def decoder_model(rng: Rng) -> tuple[ModelProto, Feeds]:
     return model, prompt(model, int(rng.integers(1, 3)), int(rng.integers(1, 12)))
 
 
-def in_branches(rng: Rng, model: ModelProto) -> ModelProto:
+def in_branches(rng: Rng, model: ModelProto, whole: bool = False) -> ModelProto:
     """Move all nodes, or the last ones, into both branches of an If node; the branches share values and tensors."""
     graph, value = model.graph, helper.make_tensor_value_info
-    first = 0 if rng.random() < 0.5 else int(rng.integers(len(graph.node)))
+    first = 0 if whole or rng.random() < 0.5 else int(rng.integers(len(graph.node)))
     inside, outputs = list(graph.node)[first:], [one.name for one in graph.output]
     made = {name for node in inside for name in node.output}
     if not set(outputs) <= made:

@@ -15,10 +15,12 @@ import pytest
 
 pytest.importorskip("optimum.onnxruntime", reason="needs optimum-onnx[onnxruntime]")
 
-from ortolan.benchmarks.zoo import parts, study
+from ortolan.benchmarks.zoo import parts, provided, study
 from ortolan.graph_passes.measure.feeds import Sizes, has_past, synthetic_feeds
 from ortolan.models.zoo import ARCHITECTURES, SMALL, Architecture, export
 from ortolan.session import create_session
+
+from ..match.front_ends import differences
 
 NOT_FUSED = {"longformer"}  # its Softmax reads concatenated chunks, not one MatMul of queries and keys
 LEAST_COSINE = 0.9999
@@ -27,6 +29,12 @@ LEAST_COSINE = 0.9999
 PAIR_SCORES = ("logits_per_image", "logits_per_text")
 MOST_SCORE_CHANGE = math.exp(2.6592) * 2 * math.acos(LEAST_COSINE)
 NOT_LINEAR = {"squeezebert"}  # all its linear layers are grouped convolutions
+# Where the provider does not give the bits of the optimized file, or claims fewer attentions, and why.
+NOT_ALIKE = {
+    "deberta": "the last bits differ, the cause is not known",
+    "mpnet": "the last bits differ, the cause is not known",
+    "siglip_vision_model": "its head has layers that the provider does not find: their weights are views of a constant",
+}
 
 
 def cosine(one: np.ndarray, other: np.ndarray) -> float:
@@ -40,6 +48,8 @@ def test_is_replaced_and_answers_alike(architecture: Architecture, tmp_path: Pat
     assert parts(folder)
     for source in parts(folder):
         output = tmp_path / source.name
+        # In branches, ONNX Runtime does not tell the names of dimensions, so merged decoders differ.
+        assert differences(str(source)) == []
         found = study(architecture, SMALL, source, output, "bf16")
         assert found.linear_replaced == found.linear, found.reasons
         assert found.linear or architecture.name in NOT_LINEAR
@@ -56,6 +66,10 @@ def test_is_replaced_and_answers_alike(architecture: Architecture, tmp_path: Pat
             Sizes(2, 3 if has_past(model) else 21 if architecture.tokens == 128 else architecture.tokens, 7),
             seed=5,
         )
+        if architecture.name not in NOT_ALIKE:
+            in_provider = provided(source, output, feeds)
+            assert in_provider.attentions == found.fused
+            assert not in_provider.unequal
         for name, expected, answer in zip(
             (one.name for one in sessions[0].get_outputs()), *(one.run(None, feeds) for one in sessions), strict=True
         ):
