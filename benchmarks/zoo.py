@@ -100,7 +100,7 @@ def study(architecture: Architecture, size: Size, source: Path, output: Path, we
 
 @dataclass(frozen=True)
 class Provided:
-    """What the execution provider does with an unmodified model in bf16."""
+    """Claims and answers of the execution provider on an unmodified model in bf16."""
 
     attentions: float  # attentions that it claims
     unequal: tuple[str, ...]  # outputs that differ in any bit from those of the optimized file
