@@ -37,7 +37,7 @@ def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
     if node is None or not _is_constant(value):
         return None
     if node.op_type == "Identity":
-        return constant_tensor(node.inputs[0])
+        return constant_tensor(node.inputs[0]) if node.inputs else None
     return _constant(node) if node.op_type == "Constant" else _computed(value)
 
 

@@ -102,7 +102,7 @@ struct NotAttention {
 
 using FoundAttention = std::variant<Attention, NotAttention>;
 
-// What computes an attention: an operator in an optimized file, or the execution provider. Only the provider has
+// The runtime of an attention: an operator in an optimized file, or the execution provider. Only the provider has
 // float16 attention, and the roles marked [provider].
 enum class Executor { kOperator, kProvider };
 

@@ -1,6 +1,7 @@
-// The rules of symbolic inference (dimensions.h) for one node.
+// The rules of match::Dimensions for single nodes. They throw RefusedError if an attribute has a wrong type.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -8,91 +9,34 @@
 
 namespace ortolan::match {
 
-class DimensionRules {
- public:
-  DimensionRules(const Dimensions& dims, const Node& node, Symbols& symbols)
-      : dims_(dims), node_(node), symbols_(symbols) {}
+inline constexpr size_t kMostAxes = 64;  // limit for ranks in an untrusted model
 
-  // Return the shape of an output; nullopt if its operator has no rule or its inputs are unknown. May throw
-  // RefusedError for attributes of a wrong type, as the functions below.
-  std::optional<DimShape> Shape(size_t output);
-  // Return the element type of an output, kUndefined if unknown.
-  ElementType Type(size_t output) const;
-  // Return the elements of the first output, if they are integers that shapes may be computed from.
-  std::optional<Elements> OutputElements();
+using MaybeDim = std::optional<Dim>;
+using MaybeShape = std::optional<DimShape>;
+using MaybeElements = std::optional<Elements>;
 
- private:
-  using ShapeRule = std::optional<DimShape> (DimensionRules::*)();
-  using ElementsRule = std::optional<Elements> (DimensionRules::*)();
-  static ShapeRule ShapeRuleOf(const std::string& type);
-  static ElementsRule ElementsRuleOf(const std::string& type);
-
-  std::optional<DimShape> In(size_t index) const { return dims_.ShapeOf(node_.Input(index)); }
-  std::optional<Elements> ElementsIn(size_t index) const { return dims_.ElementsOf(node_.Input(index)); }
-  Dim Unknown(size_t axis) const;
-  Dim OrUnknown(const std::optional<Dim>& dim, size_t axis) const { return dim ? *dim : Unknown(axis); }
-  std::optional<DimShape> Broadcast(const std::vector<std::optional<DimShape>>& shapes) const;
-  std::optional<DimShape> BroadcastInputs(size_t first, size_t end) const;
-  // Return the shape that an input contains. Only its rank is known if the input's elements are not.
-  std::optional<DimShape> ShapeFrom(size_t index) const;
-  std::optional<DimShape> Product(size_t a, size_t b) const;
-  std::optional<Dim> Sliced(const Dim& dim, const Element& begin, const Element& end, const Element& step) const;
-
-  std::optional<DimShape> Same() { return output_ == 0 ? In(0) : std::nullopt; }
-  std::optional<DimShape> BroadcastAll() { return BroadcastInputs(0, node_.inputs().size()); }
-  std::optional<DimShape> AddLayerNorm() { return BroadcastInputs(0, 3); }
-  std::optional<DimShape> Indices() { return In(1); }
-  std::optional<DimShape> Scalar() { return DimShape{}; }
-  std::optional<DimShape> MatMul() { return Product(0, 1); }
-  std::optional<DimShape> QLinearMatMul() { return Product(0, 3); }
-  std::optional<DimShape> Gemm();
-  std::optional<DimShape> Linear();
-  std::optional<DimShape> MultiHead();
-  std::optional<DimShape> AttentionOutput();
-  std::optional<DimShape> Transpose();
-  std::optional<DimShape> Reshape();
-  std::optional<DimShape> Flatten();
-  std::optional<DimShape> Reduce();
-  std::optional<DimShape> Unsqueeze();
-  std::optional<DimShape> Squeeze();
-  std::optional<DimShape> Gather();
-  std::optional<DimShape> GatherNd();
-  std::optional<DimShape> Expand();
-  std::optional<DimShape> Slice();
-  std::optional<DimShape> If();
-  std::optional<DimShape> Tile();
-  std::optional<DimShape> Split();
-  std::optional<DimShape> ConstantOfShape() { return ShapeFrom(0); }
-  std::optional<DimShape> Range();
-  std::optional<DimShape> Concat();
-  std::optional<DimShape> ShapeOfShape();
-  std::optional<DimShape> DynamicQuantize() { return output_ == 0 ? In(0) : std::optional(DimShape{}); }
-  std::optional<DimShape> Embed();
-  std::optional<DimShape> Convolve();
-  std::optional<DimShape> Pool();
-  std::optional<DimShape> GlobalPool();
-  std::optional<DimShape> Pad();
-  std::optional<DimShape> Resize();
-  std::optional<DimShape> ArgMax();
-  std::optional<DimShape> TopK();
-  std::optional<DimShape> NonZero();
-  std::optional<DimShape> OneHot();
-  std::optional<DimShape> Einsum();
-  // Return the shape after a window moves over the spatial axes of `shape`.
-  std::optional<DimShape> Windows(DimShape shape, const std::vector<int64_t>& kernel) const;
-
-  std::optional<Elements> ShapeElements();
-  std::optional<Elements> SameElements();
-  std::optional<Elements> GatherElements();
-  std::optional<Elements> SliceElements();
-  std::optional<Elements> ConcatElements();
-  std::optional<Elements> FilledElements();
-  std::optional<Elements> Arithmetic();
-
-  const Dimensions& dims_;
-  const Node& node_;
-  Symbols& symbols_;
-  size_t output_ = 0;
+// A node and what is known about it.
+struct Visit {
+  const Dimensions& dims;
+  Symbols& symbols;
+  const Node& node;
+  std::vector<std::unique_ptr<Dimensions>> branches = {};  // of an If, those that may be taken
+  MaybeElements elements = {};                             // of the first output
 };
+
+MaybeShape InferShape(const Visit& visit, size_t output);               // dimension_shapes.cc
+MaybeElements InferElements(const Dimensions& dims, const Node& node);  // dimension_elements.cc
+ElementType InferType(const Visit& visit, size_t output);               // dimension_elements.cc
+
+// Return an element of a constant; unknown unless it is int64, int32, a float or a boolean.
+Element ElementAt(const Constant& tensor, int64_t index);
+// Return the elements of a list of integers, which old opsets give as an attribute.
+MaybeElements ListOf(const Dimensions& dims, const Node& node, const char* attribute, size_t input);
+
+// The elements that a Slice takes from a list of `size` elements.
+struct Cut {
+  int64_t begin = 0, count = 0;
+};
+Cut CutOf(int64_t begin, int64_t end, int64_t step, int64_t size);
 
 }  // namespace ortolan::match

@@ -2,78 +2,88 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
+#include <limits>
 
 #include "match/dimension_rules.h"
 
 namespace ortolan::match {
 namespace {
 
-constexpr int kMostDepth = 8;  // limit for nested branches
+constexpr int kMostDepth = 16;  // limit for nested branches
 
-template <typename Number>
-void ReadNumbers(const Constant& tensor, Elements& elements) {
-  constexpr bool is_bool = std::is_same_v<Number, bool>;
-  for (size_t i = 0; i < static_cast<size_t>(tensor.Count()); ++i) {
-    std::conditional_t<is_bool, uint8_t, Number> number;
-    std::memcpy(&number, static_cast<const char*>(tensor.data) + i * sizeof(number), sizeof(number));
-    if constexpr (is_bool) {
-      elements.push_back(Element::Bool(number != 0));
-    } else if constexpr (std::is_integral_v<Number>) {
-      elements.emplace_back(Dim(number));
-    } else {
-      elements.push_back(Element::Real(number));
-    }
-  }
+// Return whether a tensor of this shape is a scalar or a vector of few elements.
+bool IsShort(const Shape& shape) {
+  return shape.empty() || (shape.size() == 1 && 0 <= shape[0] && shape[0] <= static_cast<int64_t>(kMostElements));
 }
 
 }  // namespace
-
-std::optional<Elements> ReadElements(const Constant& tensor) {
-  Elements elements;
-  switch (tensor.type) {
-    case ElementType::kInt64:
-      ReadNumbers<int64_t>(tensor, elements);
-      return elements;
-    case ElementType::kInt32:
-      ReadNumbers<int32_t>(tensor, elements);
-      return elements;
-    case ElementType::kFloat:
-      ReadNumbers<float>(tensor, elements);
-      return elements;
-    case ElementType::kFloat16:
-      for (const float number : tensor.Floats()) elements.push_back(Element::Real(number));
-      return elements;
-    case ElementType::kDouble:
-      ReadNumbers<double>(tensor, elements);
-      return elements;
-    case ElementType::kBool:
-      ReadNumbers<bool>(tensor, elements);
-      return elements;
-    default:
-      return std::nullopt;
-  }
-}
 
 Dimensions::Dimensions(const Graph& graph, const Dimensions* around)
     : graph_(graph),
       around_(around),
       depth_(around == nullptr ? 0 : around->depth_ + 1),
       symbols_(around == nullptr ? std::make_shared<Symbols>() : around->symbols_) {
-  if (depth_ > kMostDepth) return;
   for (const Node& node : graph.nodes()) Visit(node);
+}
+
+void Dimensions::Visit(const Node& node) {
+  match::Visit visit{*this, *symbols_, node};
+  // A rule throws if an attribute has a wrong type: then only what the model declares is known.
+  const auto checked = [](const auto& infer, auto missing) {
+    try {
+      return decltype(missing)(infer());
+    } catch (const RefusedError&) {
+      return missing;
+    }
+  };
+  const bool is_known = node.IsStandard() || node.domain() == "com.microsoft" || node.domain() == "ai.ortolan";
+  if (node.IsStandard("If") && depth_ < kMostDepth) visit.branches = BranchesOf(node);
+  if (!graph_.IsConstantValue(node.Output(0))) {
+    visit.elements = checked([&] { return InferElements(*this, node); }, MaybeElements());
+  }
+  for (size_t output = 0; output < node.outputs().size(); ++output) {
+    const Value value = node.Output(output);
+    if (value == nullptr) continue;
+    MaybeShape shape;
+    if (graph_.IsConstantValue(value)) shape = ShapeOf(value);
+    if (!shape && is_known) shape = checked([&] { return InferShape(visit, output); }, MaybeShape());
+    if (!shape) shape = Declared(value);
+    for (size_t axis = 0; shape && axis < shape->size(); ++axis) {
+      Dim& dim = (*shape)[axis];
+      const bool is_declared = value->shape && value->shape->size() == shape->size() && (*value->shape)[axis].size >= 0;
+      if (dim.number() < 0) dim = symbols_->Unknown(value, axis);
+      if (is_declared && !dim.IsNumber() && !symbols_->IsName(dim)) dim = (*value->shape)[axis].size;
+    }
+    const ElementType type = is_known ? checked([&] { return InferType(visit, output); }, value->type) : value->type;
+    if (type != ElementType::kUndefined) types_[value] = type;
+    // Only scalars and vectors are shapes or dimensions.
+    const bool is_flat = !shape || shape->size() < 2;
+    if (output == 0 && is_flat && visit.elements && visit.elements->size() <= kMostElements) {
+      elements_[value] = *visit.elements;
+    }
+    if (shape && shape->size() <= kMostAxes) shapes_[value] = std::move(*shape);
+  }
+}
+
+std::vector<std::unique_ptr<Dimensions>> Dimensions::BranchesOf(const Node& node) const {
+  const auto condition = ElementsOf(node.Input(0));
+  const auto taken = condition && condition->size() == 1 ? (*condition)[0].AsBool() : std::nullopt;
+  std::vector<std::unique_ptr<Dimensions>> branches;
+  for (const bool is_then : {true, false}) {
+    const auto found = node.subgraphs().find(is_then ? "then_branch" : "else_branch");
+    if (taken.value_or(is_then) != is_then) continue;
+    if (found == node.subgraphs().end() || found->second == nullptr) return {};
+    branches.push_back(std::make_unique<Dimensions>(*found->second, this));
+  }
+  return branches;
 }
 
 std::optional<DimShape> Dimensions::Declared(Value value) const {
   if (!value->shape) return std::nullopt;
   DimShape shape;
-  for (size_t axis = 0; axis < value->shape->size(); ++axis) {
-    const DeclaredSize& declared = (*value->shape)[axis];
-    if (declared.size >= 0) {
-      shape.emplace_back(declared.size);
-    } else {
-      shape.push_back(symbols_->Named(declared.name).value_or(symbols_->Unknown(value, axis)));
-    }
+  for (const DeclaredSize& declared : *value->shape) {
+    const auto name = declared.size < 0 ? symbols_->Named(declared.name) : std::nullopt;
+    shape.push_back(declared.size >= 0 ? Dim(declared.size) : name ? *name : symbols_->Unknown(value, shape.size()));
   }
   return shape;
 }
@@ -82,11 +92,15 @@ std::optional<DimShape> Dimensions::ShapeOf(Value value) const {
   if (value == nullptr) return std::nullopt;
   if (const auto found = shapes_.find(value); found != shapes_.end()) return found->second;
   if (value->constant_shape) return DimShape(value->constant_shape->begin(), value->constant_shape->end());
+  if (!value->is_constant && graph_.IsConstantValue(value)) {  // made by a view of the graph
+    const auto tensor = graph_.ConstantOf(value);
+    if (tensor) return DimShape(tensor->shape.begin(), tensor->shape.end());
+  }
   return around_ == nullptr ? Declared(value) : around_->ShapeOf(value);
 }
 
 std::optional<size_t> Dimensions::Rank(Value value) const {
-  const std::optional<DimShape> shape = ShapeOf(value);
+  const auto shape = ShapeOf(value);
   return shape ? std::optional(shape->size()) : std::nullopt;
 }
 
@@ -94,147 +108,102 @@ std::optional<Elements> Dimensions::ElementsOf(Value value) const {
   if (value == nullptr) return std::nullopt;
   if (const auto found = elements_.find(value); found != elements_.end()) return found->second;
   if (!graph_.IsConstantValue(value)) return around_ == nullptr ? std::nullopt : around_->ElementsOf(value);
-  const auto [known, is_new] = constants_.try_emplace(value);
-  if (!is_new) return known->second;
-  if (value->constant_shape) {
-    if (value->constant_shape->size() > 1) return std::nullopt;
-    if (!value->constant_shape->empty() && value->constant_shape->front() > static_cast<int64_t>(kMostElements)) {
-      return std::nullopt;
-    }
-  }
-  const std::optional<Constant> tensor = graph_.ConstantOf(value);
-  const bool is_short = tensor && tensor->shape.size() <= 1 && tensor->Count() <= static_cast<int64_t>(kMostElements);
-  if (is_short && (tensor->data != nullptr || tensor->Count() == 0)) known->second = ReadElements(*tensor);
-  return known->second;
+  if (value->constant_shape && !IsShort(*value->constant_shape)) return std::nullopt;
+  const auto [found, is_new] = constants_.try_emplace(value);
+  const auto tensor = is_new ? graph_.ConstantOf(value) : std::nullopt;
+  const bool is_short = tensor && IsShort(tensor->shape) && (tensor->data != nullptr || tensor->Count() == 0);
+  if (!is_short) return found->second;
+  Elements elements;
+  for (int64_t i = 0; i < tensor->Count(); ++i) elements.push_back(ElementAt(*tensor, i));
+  if (std::ranges::all_of(elements, &Element::IsKnown)) found->second = std::move(elements);
+  return found->second;
 }
 
 std::optional<double> Dimensions::NumberOf(Value value) const {
-  const std::optional<Elements> elements = ElementsOf(value);
+  const auto elements = ElementsOf(value);
   if (!elements || elements->size() != 1) return std::nullopt;
-  const std::optional<DimShape> shape = ShapeOf(value);
-  if (!shape || shape->size() > 1) return std::nullopt;
-  return elements->front().AsNumber();
+  const auto shape = ShapeOf(value);
+  return shape && (shape->empty() || *shape == DimShape{1}) ? (*elements)[0].AsNumber() : std::nullopt;
 }
 
 std::optional<double> Dimensions::Scalar(Value value) const {
-  const std::optional<double> number = NumberOf(value);
-  return number && std::isfinite(static_cast<float>(*number)) ? number : std::nullopt;
+  const auto number = NumberOf(value);
+  return number && std::isfinite(*number) && std::abs(*number) <= std::numeric_limits<float>::max() ? number
+                                                                                                    : std::nullopt;
 }
 
 ElementType Dimensions::TypeOf(Value value) const {
   if (value == nullptr) return ElementType::kUndefined;
-  const auto found = types_.find(value);
-  return found == types_.end() ? value->type : found->second;
+  if (const auto found = types_.find(value); found != types_.end()) return found->second;
+  if (value->type != ElementType::kUndefined || around_ == nullptr) return value->type;
+  return around_->TypeOf(value);
 }
 
 std::optional<std::vector<std::optional<Dim>>> Dimensions::ReshapeTarget(const Node& node) const {
-  const std::optional<Elements> target = ElementsOf(node.Input(1));
-  if (!target) return std::nullopt;
-  const std::optional<DimShape> shape = ShapeOf(node.Input(0));
-  const bool copies = node.Int("allowzero", 0) == 0;
-  std::vector<std::optional<Dim>> sizes;
-  for (size_t axis = 0; axis < target->size(); ++axis) {
-    const Dim* const dim = (*target)[axis].AsDim();
-    if (dim == nullptr || dim->Is(-1)) {
-      sizes.emplace_back();
-    } else if (copies && dim->Is(0)) {
-      if (shape && axis >= shape->size()) return std::nullopt;
-      sizes.push_back(shape ? std::optional((*shape)[axis]) : std::nullopt);
+  const auto elements = ElementsOf(node.Input(1));
+  if (!elements) return std::nullopt;
+  const bool keeps_zeros = node.Int("allowzero", 0) != 0;
+  std::optional<DimShape> shape;
+  std::vector<std::optional<Dim>> target;
+  for (const Element& element : *elements) {
+    const Dim* const dim = element.AsDim();
+    if (dim != nullptr && dim->Is(0) && !keeps_zeros) {
+      if (!shape) shape = ShapeOf(node.Input(0));
+      if (shape && target.size() >= shape->size()) return std::nullopt;
+      target.push_back(shape ? std::optional((*shape)[target.size()]) : std::nullopt);
     } else {
-      if (dim->IsNumber() && dim->number() < 0) return std::nullopt;
-      sizes.emplace_back(*dim);
+      target.push_back(dim == nullptr || dim->number() < 0 ? std::nullopt : std::optional(*dim));
     }
   }
-  return sizes;
+  return target;
 }
 
 std::optional<std::vector<size_t>> Dimensions::AxesOf(const Node& node, size_t rank) const {
   std::vector<int64_t> given = node.Ints("axes");
-  if (node.Has(1)) {
-    const std::optional<Elements> elements = ElementsOf(node.Input(1));
+  if (!node.HasAttribute("axes") && node.Has(1)) {
+    const auto elements = ElementsOf(node.Input(1));
     if (!elements) return std::nullopt;
     for (const Element& element : *elements) {
-      const std::optional<int64_t> axis = element.AsInt();
-      if (!axis) return std::nullopt;
-      given.push_back(*axis);
+      if (!element.AsInt()) return std::nullopt;
+      given.push_back(*element.AsInt());
     }
   }
+  if (node.IsStandard("Unsqueeze")) rank += given.size();
   std::vector<size_t> axes;
-  const size_t whole = node.type() == "Unsqueeze" ? rank + given.size() : rank;
   for (const int64_t axis : given) {
-    const std::optional<size_t> own = AxisOf(axis, whole);
-    if (!own) return std::nullopt;
-    axes.push_back(*own);
+    if (!AxisOf(axis, rank)) return std::nullopt;
+    axes.push_back(*AxisOf(axis, rank));
   }
-  std::sort(axes.begin(), axes.end());
-  if (std::adjacent_find(axes.begin(), axes.end()) != axes.end()) return std::nullopt;
-  return axes;
+  std::ranges::sort(axes);
+  return std::ranges::adjacent_find(axes) == axes.end() ? std::optional(axes) : std::nullopt;
 }
 
 bool Dimensions::ChangesNothing(const Node& node) const {
-  if (!node.IsStandard("Cast")) return node.IsStandard("Identity");
-  const ElementType type = TypeOf(node.Input(0));
-  return type != ElementType::kUndefined && static_cast<int64_t>(type) == node.Int("to", 0);
+  return node.IsStandard("Identity") ||
+         (node.IsStandard("Cast") && TypeOf(node.Input(0)) == static_cast<ElementType>(node.Int("to")));
 }
 
 std::string Dimensions::ShapeText(Value value) const {
-  const std::optional<DimShape> shape = ShapeOf(value);
+  const auto shape = ShapeOf(value);
   return shape ? symbols_->Text(*shape) : "unknown";
-}
-
-void Dimensions::Visit(const Node& node) {
-  DimensionRules rules(*this, node, *symbols_);
-  for (size_t i = 0; i < node.outputs().size(); ++i) {
-    const Value output = node.Output(i);
-    if (output == nullptr) continue;
-    std::optional<DimShape> shape;
-    try {
-      shape = rules.Shape(i);
-      if (const ElementType type = rules.Type(i); type != ElementType::kUndefined) types_[output] = type;
-    } catch (const RefusedError&) {  // an attribute of a wrong type
-    }
-    const std::optional<DimShape> declared = Declared(output);
-    if (!shape) {
-      shape = declared;
-    } else if (declared && declared->size() == shape->size()) {
-      for (size_t axis = 0; axis < shape->size(); ++axis) {
-        const Dim& dim = (*shape)[axis];
-        if ((*declared)[axis].IsNumber() && !dim.IsNumber() && !symbols_->IsName(dim))
-          (*shape)[axis] = (*declared)[axis];
-      }
-    }
-    if (shape) shapes_[output] = *shape;
-    if (i != 0 || (shape && shape->size() > 1)) continue;  // only scalars and vectors are shapes or dimensions
-    try {
-      std::optional<Elements> elements = rules.OutputElements();
-      if (elements && elements->size() <= kMostElements) elements_[output] = std::move(*elements);
-    } catch (const RefusedError&) {
-    }
-  }
-}
-
-std::optional<size_t> AxisOf(std::optional<int64_t> axis, size_t rank) {
-  const int64_t whole = static_cast<int64_t>(rank);
-  if (!axis || *axis < -whole || *axis >= whole) return std::nullopt;
-  return static_cast<size_t>(*axis < 0 ? *axis + whole : *axis);
 }
 
 std::optional<std::vector<size_t>> Permutation(const Node& node, size_t rank) {
   std::vector<size_t> axes;
-  const std::vector<int64_t> given = node.Ints("perm");
-  if (given.empty()) {
-    for (size_t axis = rank; axis-- > 0;) axes.push_back(axis);
-    return axes;
+  for (size_t axis = rank; !node.HasAttribute("perm") && axis > 0; --axis) axes.push_back(axis - 1);
+  std::vector<bool> is_taken(rank);
+  for (const int64_t axis : node.Ints("perm")) {
+    if (axis < 0 || axis >= static_cast<int64_t>(rank) || is_taken[static_cast<size_t>(axis)]) return std::nullopt;
+    is_taken[static_cast<size_t>(axis)] = true;
+    axes.push_back(static_cast<size_t>(axis));
   }
-  if (given.size() != rank) return std::nullopt;
-  std::vector<bool> is_seen(rank);
-  for (const int64_t axis : given) {
-    const std::optional<size_t> own = AxisOf(axis, rank);
-    if (!own || is_seen[*own]) return std::nullopt;
-    is_seen[*own] = true;
-    axes.push_back(*own);
-  }
-  return axes;
+  return axes.size() == rank ? std::optional(axes) : std::nullopt;
+}
+
+std::optional<size_t> AxisOf(std::optional<int64_t> axis, size_t rank) {
+  const auto size = static_cast<int64_t>(rank);
+  if (!axis || *axis < -size || *axis >= size) return std::nullopt;
+  return static_cast<size_t>(*axis < 0 ? *axis + size : *axis);
 }
 
 }  // namespace ortolan::match

@@ -50,11 +50,11 @@ class Dimensions {
   std::string ShapeText(Value value) const;
 
  private:
-  friend class DimensionRules;  // dimension_rules.h
-
   // Return the shape that the model states.
   std::optional<DimShape> Declared(Value value) const;
   void Visit(const Node& node);
+  // Return the branches of an If that may be taken.
+  std::vector<std::unique_ptr<Dimensions>> BranchesOf(const Node& node) const;
 
   const Graph& graph_;
   const Dimensions* around_;
@@ -66,8 +66,6 @@ class Dimensions {
   mutable std::unordered_map<Value, std::optional<Elements>> constants_;  // elements of constants read so far
 };
 
-// Return the elements of a tensor of an integer, float or bool type; nullopt for other types.
-std::optional<Elements> ReadElements(const Constant& tensor);
 // Return the index of an axis that may be negative; nullopt if it is outside the rank.
 std::optional<size_t> AxisOf(std::optional<int64_t> axis, size_t rank);
 // Return the permutation of a Transpose of a tensor of this rank; nullopt if the attribute does not fit it.

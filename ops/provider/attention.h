@@ -23,7 +23,7 @@ struct Attention : match::Attention {
   std::string Described() const;
 };
 
-// What stops the provider from computing an attention that fits a rule. Throws UnfitError.
+// Read the constants of an attention. Throws UnfitError, with the reason, if the provider cannot compute it.
 Attention ReadAttention(const Graph& graph, const match::Attention& found);
 
 // Attention that GetCapability has found. Compile sees only the nodes of one group, but the rules need shapes that are

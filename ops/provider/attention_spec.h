@@ -1,4 +1,4 @@
-// What a call needs to know about one attention, as compiled models store it.
+// The sizes, slots and masks of one attention, as compiled models store them.
 #pragma once
 
 #include <array>

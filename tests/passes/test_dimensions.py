@@ -47,3 +47,31 @@ def test_an_axis_of_a_scalar_says_nothing(op: str, more: list[Any], attributes: 
     node = ir.node(op, [x, *constants], attributes)
     graph = ir.Graph([x], node.outputs, nodes=[node], initializers=constants, opset_imports={"": 17})
     assert Dimensions(graph).shape(node.outputs[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "attributes", "shape"),
+    [
+        ("Squeeze", [["n", 1]], {"axes": [1]}, ("n",)),
+        ("Unsqueeze", [["n"]], {"axes": [0, -1]}, (1, "n", 1)),
+        ("Slice", [["n", 9]], {"starts": [1], "ends": [-1], "axes": [1]}, ("n", 7)),
+        ("Split", [["n", 9]], {"axis": 1, "split": [4, 5]}, ("n", 4)),
+        ("TopK", [["n", 9]], {"k": 2}, ("n", 2)),
+        ("Flatten", [["n", 3, 4]], {}, ("n", 12)),
+        ("Conv", [["n", 3, "s"], [8, 3, 3]], {"pads": [1, 1]}, ("n", 8, "s")),
+        ("Conv", [["n", 3, 9], [8, 3, 3]], {"strides": [2]}, ("n", 8, 4)),
+        ("MaxPool", [["n", 3, 9]], {"kernel_shape": [2], "auto_pad": "SAME_UPPER", "strides": [2]}, ("n", 3, 5)),
+        ("Einsum", [["n", 4], [4, "m"]], {"equation": "ij,jk->ik"}, ("n", "m")),
+        ("MatMul", [[4], ["n", 4, 5]], {}, ("n", 5)),
+        ("Squeeze", [["n", 1]], {"axes": [7]}, None),
+        ("Transpose", [["n", 1]], {"perm": [0, 0]}, None),
+        ("Concat", [["n"], ["n"]], {"axis": 1.0}, None),
+        ("Einsum", [["n", 4], [4, "m"]], {"equation": "ij->i..."}, None),
+    ],
+)
+def test_shapes(op: str, inputs: list[list[int | str]], attributes: dict[str, Any], shape: Any) -> None:
+    values = [ir.val(f"x{place}", ir.DataType.FLOAT, one) for place, one in enumerate(inputs)]
+    outputs = [ir.val(f"y{place}") for place in range(2 if op in ("Split", "TopK") else 1)]
+    node = ir.Node("", op, values, ir.convenience.convert_attributes(attributes), outputs=outputs)
+    graph = ir.Graph(values, node.outputs, nodes=[node], opset_imports={"": 11})
+    assert Dimensions(graph).shape(node.outputs[0]) == shape
