@@ -15,12 +15,12 @@ using MaybeDim = std::optional<Dim>;
 using MaybeShape = std::optional<DimShape>;
 using MaybeElements = std::optional<Elements>;
 
-// A node and what is known about it.
+// A node with the results of earlier rules.
 struct Visit {
   const Dimensions& dims;
   Symbols& symbols;
   const Node& node;
-  std::vector<std::unique_ptr<Dimensions>> branches = {};  // of an If, those that may be taken
+  std::vector<std::unique_ptr<Dimensions>> branches = {};  // the branches of an If that may run
   MaybeElements elements = {};                             // of the first output
 };
 

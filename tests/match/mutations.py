@@ -112,13 +112,19 @@ def constant_input(rng: Rng, model: ModelProto) -> None:
         model.graph.initializer.remove(tensor)
 
 
-def other_input(rng: Rng, model: ModelProto) -> None:
-    """Read another value that is computed earlier."""
+def some_reader(rng: Rng, model: ModelProto) -> tuple[GraphProto, int]:
+    """Return a graph and the position of one of its nodes, which has an input."""
     graph = some_graph(rng, model)
     place = int(rng.integers(len(graph.node)))
-    node = graph.node[place]
-    if not node.input:
+    if not graph.node[place].input:
         raise Nothing
+    return graph, place
+
+
+def other_input(rng: Rng, model: ModelProto) -> None:
+    """Read another value that is computed earlier."""
+    graph, place = some_reader(rng, model)
+    node = graph.node[place]
     known = [one.name for one in (*graph.input, *graph.initializer)]
     known += [name for earlier in graph.node[:place] for name in earlier.output]
     node.input[int(rng.integers(len(node.input)))] = pick(rng, ["", *known])
@@ -137,11 +143,8 @@ def removed(rng: Rng, model: ModelProto) -> None:
 
 def between(rng: Rng, model: ModelProto) -> None:
     """Insert a node before one input of a node."""
-    graph = some_graph(rng, model)
-    place = int(rng.integers(len(graph.node)))
+    graph, place = some_reader(rng, model)
     node = graph.node[place]
-    if not node.input:
-        raise Nothing
     index = int(rng.integers(len(node.input)))
     old, new = node.input[index], f"between_{len(graph.node)}"
     kind = pick(rng, ["Identity", "Neg", "Tanh", "Cast", "Transpose", "Mul", "Dropout"])
