@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from types import MappingProxyType
 
 import numpy as np
 import onnx
@@ -26,10 +27,17 @@ _MOST_GROWTH = 16  # limit of a constant's bytes relative to its inputs; 16 allo
 _SMALL = 1 << 24  # bytes that a computed constant may have in addition
 
 
-def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """Return the tensor of a constant value; None if it depends on the model's inputs or is too costly to compute."""
+def constant_tensor(
+    value: ir.Value | None, known: Mapping[ir.Value, ir.TensorProtocol] = MappingProxyType({})
+) -> ir.TensorProtocol | None:
+    """Return the tensor of a constant value; None if it depends on the model's inputs or is too costly to compute.
+
+    known: results of earlier calls, which are not computed again.
+    """
     if value is None:
         return None
+    if value in known:
+        return known[value]
     if value.is_initializer():
         # An initializer that is also a graph input is only a default value: the caller may pass another tensor.
         return None if value.is_graph_input() else value.const_value
@@ -37,8 +45,8 @@ def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
     if node is None or not _is_constant(value):
         return None
     if node.op_type == "Identity":
-        return constant_tensor(node.inputs[0]) if node.inputs else None
-    return _constant(node) if node.op_type == "Constant" else _computed(value)
+        return constant_tensor(node.inputs[0], known) if node.inputs else None
+    return _constant(node) if node.op_type == "Constant" else _computed(value, known)
 
 
 def required_constant(value: ir.Value | None) -> ir.TensorProtocol:
@@ -156,11 +164,13 @@ def _is_repeatable(node: ir.Node) -> bool:
     )
 
 
-def _computed(value: ir.Value) -> ir.TensorProtocol | None:
+def _computed(
+    value: ir.Value, known: Mapping[ir.Value, ir.TensorProtocol] = MappingProxyType({})
+) -> ir.TensorProtocol | None:
     """Return a constant node's output: its shape is inferred at once, its elements are computed by onnx when read."""
     node = value.producer()
     assert node is not None
-    sources = {one.name or "": constant_tensor(one) for one in node.inputs if one is not None}
+    sources = {one.name or "": constant_tensor(one, known) for one in node.inputs if one is not None}
     found = {name: tensor for name, tensor in sources.items() if tensor is not None}
     if len(found) < len(sources):
         return None

@@ -22,7 +22,12 @@ _PACKED = (ir.DataType.INT4, ir.DataType.UINT4)  # NumPy stores a byte for each 
 def native_graph(graph: ir.Graph) -> _native.Graph:
     """Return a graph and its subgraphs in C++, as they are now. Constants are read when a rule needs them."""
     skeleton = _Skeleton(graph)
-    return _native.Graph(skeleton.values, skeleton.graphs, opset_of(graph), _read)
+
+    def read(value: ir.Value) -> tuple[int, list[int], Any] | None:
+        tensor = skeleton.tensors.get(value)
+        return None if tensor is None else _array(tensor)
+
+    return _native.Graph(skeleton.values, skeleton.graphs, opset_of(graph), read)
 
 
 def native_linears(model: ir.Model) -> dict[ir.Node, _native.Linear | tuple[Any, str, bool]]:
@@ -40,6 +45,7 @@ class _Skeleton:
         self._indices: dict[ir.Value, int] = {}
         self._owners: list[int] = []  # graph of each value
         self._constants: set[ir.Value] = set()  # perhaps constant, until they are added
+        self.tensors: dict[ir.Value, ir.TensorProtocol] = {}  # of the constants
         # Graphs in order of discovery, each with the graph and the implicit inputs of the node that it belongs to.
         self._waiting: list[tuple[ir.Graph, int, dict[int, None]]] = [(graph, -1, {})]
         for number, (one, _, _) in enumerate(self._waiting):  # grows
@@ -93,10 +99,11 @@ class _Skeleton:
         index = self._indices.get(value)
         if index is not None:  # an initializer that is also an input
             return index
-        tensor = constant_tensor(value) if value in self._constants else None
+        tensor = constant_tensor(value, self.tensors) if value in self._constants else None
         shape: list[int | str | None] | None = None
         dtype: ir.DataType | None
         if tensor is not None:
+            self.tensors[value] = tensor
             flags, dtype, shape = _CONSTANT, tensor.dtype, list(tensor.shape.numpy())
         else:
             self._constants.discard(value)
@@ -115,11 +122,6 @@ class _Skeleton:
         self._owners.append(number)
         self.values.append((value, number, value.name or "", 0 if dtype is None else dtype.value, shape, flags))
         return index
-
-
-def _read(value: ir.Value) -> tuple[int, list[int], Any] | None:
-    tensor = constant_tensor(value)
-    return None if tensor is None else _array(tensor)
 
 
 def _array(tensor: ir.TensorProtocol) -> tuple[int, list[int], Any] | None:
