@@ -188,7 +188,7 @@ class Rules {
     const auto shape = Shape(0);
     const auto axes = shape ? Permutation(node_, shape->size()) : std::nullopt;
     const size_t rank = node_.Ints("perm").size();
-    if (!axes) return rank > 0 && rank <= kMostAxes ? MaybeShape(AllUnknown(rank)) : std::nullopt;
+    if (!axes) return !shape && rank > 0 && rank <= kMostAxes ? MaybeShape(AllUnknown(rank)) : std::nullopt;
     DimShape permuted;
     for (const size_t axis : *axes) permuted.push_back((*shape)[axis]);
     return permuted;
@@ -204,7 +204,8 @@ class Rules {
     }
     const auto shape = Shape(0);
     const auto rest = shape && known.size() + 1 == dims.size() ? Quotient(*shape, known) : std::nullopt;
-    if (rest) dims[static_cast<size_t>(std::ranges::find(*target, MaybeDim()) - target->begin())] = *rest;
+    const auto unknown = [](const MaybeDim& dim) { return !dim; };
+    if (rest) dims[static_cast<size_t>(std::ranges::find_if(*target, unknown) - target->begin())] = *rest;
     return dims;
   }
 

@@ -35,6 +35,7 @@ CacheForm FormOf(const AttentionSpec& spec) {
   CacheForm form;
   form.interleaved = spec.cache.interleaved;
   form.precision = spec.is_precise ? kPrecise : kPrecision;
+  form.any_order = true;  // as compress_cache
   return form;
 }
 

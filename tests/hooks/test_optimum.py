@@ -371,7 +371,8 @@ def test_the_provider_by_name(stored_4_bits: Path, tmp_path: Path) -> None:
     found = model(**inputs).last_hidden_state[there]
     assert torch.equal(found, optimized.last_hidden_state[there])
     assert distance(found, original.last_hidden_state[there]) < 0.05
-    claims = [json.loads(line)["taken"] for line in (tmp_path / "claims.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "claims.jsonl").read_text().splitlines()]
+    claims = [line["taken"] for line in lines if "node" in line]
     assert claims == [True] * 13  # 6 nodes in each of 2 layers, and the LayerNormalization of the embeddings
 
 
