@@ -1,11 +1,12 @@
 #include "match/attention.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <set>
 #include <utility>
 
-#include "host/error_text.h"
+#include "host/op_error.h"
 #include "match/decomposed.h"
 
 namespace ortolan::match {
@@ -13,6 +14,7 @@ namespace {
 
 constexpr const char* kRoles[] = {"query", "key", "value"};
 using Operands = std::array<Operand, 3>;
+constexpr std::string_view kMicrosoft = "com.microsoft";
 
 // Operands that are taken as split heads instead of the output of their projection. kSingle: batch and heads stay one
 // axis. Tried in this order: with the first set the operator replaces most nodes, with the last one fewest.
@@ -179,65 +181,94 @@ Attention OnnxAttention(const Dimensions& dims, const Node& node, Executor execu
   return found;
 }
 
-// Return the operands of com.microsoft.Attention, which contains the linear layers of its query, key and value.
-Operands PackedOperands(const Dimensions& dims, const Node& node, int64_t heads) {
-  const Operand x = WholeOperand(dims, node.Input(0), "input", 1);
-  Expect(node.IsConstant(1) && node.Input(1)->constant_shape.has_value(), ReasonCode::kNotConstant, "weights",
-         node.InputName(1), "weights");
-  const Shape& weights = *node.Input(1)->constant_shape;
-  Expect(IsFloatType(dims.TypeOf(node.Input(1))) && weights.size() == 2 && weights[0] == x.head_dim,
-         ReasonCode::kPackedWeights, Quoted(node.Input(1)), x.head_dim);
-  std::vector<int64_t> widths = node.Ints("qkv_hidden_sizes");
-  if (widths.empty()) widths.assign(3, weights[1] / 3);
-  Operands operands;
-  int64_t left = weights[1];
-  for (size_t i = 0; i < 3; ++i) {
-    const int64_t width = i < widths.size() && widths[i] <= left ? widths[i] : 0;
-    Expect(heads > 0 && width > 0 && width % heads == 0, ReasonCode::kPackedWidths, weights[1], heads);
-    operands[i] = {x.base, x.batch, x.rows, heads, width / heads};
-    left -= width;
-  }
-  Expect(left == 0 && widths.size() == 3, ReasonCode::kPackedWidths, weights[1], heads);
-  Expect(node.Int("do_rotary", 0) == 0, ReasonCode::kRotary);
-  return operands;
+// Inputs of the operators of com.microsoft; 0 for inputs that an operator lacks.
+struct FusedInputs {
+  size_t bias, padding, score_bias;
+  std::array<size_t, 4> caches;
+};
+FusedInputs InputsOf(const Node& node) {
+  if (node.type() == "Attention") return {2, 3, 5, {4, 6}};
+  if (node.type() == "QAttention") return {2, 5, 0, {8}};
+  return {3, 4, 5, {6, 7, 8, 9}};
 }
 
-// MultiHeadAttention: query, key, value, bias, key_padding_mask, attention_bias, past_key, past_value, …
-// Attention: input, weights, bias, mask_index, past, attention_bias, past_sequence_length.
-Attention MicrosoftAttention(const Dimensions& dims, const Node& node, Executor executor) {
-  const bool is_packed = node.type() == "Attention";
-  const size_t bias = is_packed ? 2 : 3, padding = bias + 1, score_bias = 5;
+constexpr std::string_view kFusedAttributes[] = {"num_heads",
+                                                 "unidirectional",
+                                                 "scale",
+                                                 "mask_filter_value",
+                                                 "do_rotary",
+                                                 "qkv_hidden_sizes",
+                                                 "rotary_embedding_dim",
+                                                 "past_present_share_buffer"};
+
+// Read the weights of Attention or QAttention, and set the widths.
+void ReadPackedWeight(const Dimensions& dims, const Node& node, Executor executor, FusedAttention& found) {
+  const bool is_int8 = node.type() == "QAttention";
+  const std::optional<DimShape> x = dims.ShapeOf(node.Input(0));
+  Expect(x && x->size() == 3, ReasonCode::kOperandRank, "input", Quoted(node.Input(0)),
+         x ? std::to_string(x->size()) : "unknown", 3);
+  using Types = std::initializer_list<ElementType>;
+  const Types bytes = {ElementType::kInt8, ElementType::kUint8}, floats = {ElementType::kFloat},
+              both = {ElementType::kFloat, ElementType::kFloat16};
+  const Constant weights = node.ConstantHeader(1, "weights",
+                                               is_int8                           ? bytes
+                                               : executor == Executor::kOperator ? floats
+                                                                                 : both);
+  const std::optional<int64_t> columns = x->back().Number();
+  Expect(weights.shape.size() == 2 && (!columns || weights.shape[0] == *columns), ReasonCode::kPackedWeights,
+         Quoted(node.Input(1)), ShapeText(weights.shape));
+  found.weight = node.Input(1);
+  const int64_t all = weights.shape[1];
+  std::vector<int64_t> widths = node.Ints("qkv_hidden_sizes");
+  if (widths.empty()) widths.assign(3, all / 3);
+  int64_t left = widths.size() == 3 ? all : -1;
+  for (size_t i = 0; i < 3 && left >= 0; ++i) {
+    const bool fits = widths[i] > 0 && widths[i] % found.heads == 0 && widths[i] <= left;
+    found.widths[i] = widths[i];
+    left = fits ? left - widths[i] : -1;
+  }
+  Expect(left == 0, ReasonCode::kPackedWidths, all, ShapeText(widths), found.heads);
+  if (!is_int8) return;
+  node.ConstantHeader(4, "weight_scale", {ElementType::kFloat}, {{}, {1}, {all}});
+  if (node.Has(7)) node.ConstantHeader(7, "weight_zero_point", {weights.type}, {{}, {1}, {all}});
+}
+
+// Read key padding; `x` is [batch, rows, …].
+Mask PaddingMask(const Dimensions& dims, const Node& node, Value value, Value x) {
   constexpr float kDefaultFill = -10000.0f;  // default of mask_filter_value
-  if (is_packed) Expect(!node.Has(4), ReasonCode::kHasCache);
-  ExpectNoCache(dims, node, score_bias + 1, score_bias + 5);
-  for (const auto& [index, meaning] : {std::pair(bias, "bias"), std::pair(padding, "key_padding_mask")}) {
+  const std::optional<DimShape> shape = dims.ShapeOf(value), rows = dims.ShapeOf(x);
+  const size_t rank = shape ? shape->size() : 0;
+  Expect(dims.TypeOf(value) == ElementType::kInt32 && rank > 0 && rank < 4, ReasonCode::kPaddingMask, Quoted(value),
+         NameOf(dims.TypeOf(value)), dims.ShapeText(value));
+  Expect(rank > 1 || (rows && !rows->empty() && rows->front() == shape->front()), ReasonCode::kPaddingCounts,
+         Quoted(value));
+  Expect(rank == 1 || !shape->back().Is(1), ReasonCode::kPaddingColumn, Quoted(value));
+  const float fill = node.Float("mask_filter_value", kDefaultFill);
+  Expect(std::isfinite(fill), ReasonCode::kPaddingFill);
+  return {.value = value, .fill = fill, .padding = true};
+}
+
+Attention MicrosoftAttention(const Dimensions& dims, const Node& node, Executor executor) {
+  const FusedInputs at = InputsOf(node);
+  const FusedAttention fused = ReadFused(dims, node, executor);
+  for (const auto& [index, meaning] : {std::pair(at.bias, "bias"), std::pair(at.padding, "key_padding_mask")}) {
     Expect(executor == Executor::kProvider || !node.Has(index), ReasonCode::kHasInput, meaning);
   }
-  const int64_t heads = node.Int("num_heads", 0);
   Operands operands;
-  if (is_packed) operands = PackedOperands(dims, node, heads);
-  for (size_t i = 0; i < 3 && !is_packed; ++i) operands[i] = WholeOperand(dims, node.Input(i), kRoles[i], heads);
+  for (size_t i = 0; i < 3; ++i) {
+    const Value value = node.Input(fused.weight == nullptr ? i : 0);
+    const DimShape shape = *dims.ShapeOf(value);
+    operands[i] = {value, shape[0], shape[1], fused.heads, fused.widths[i] / fused.heads};
+  }
   std::vector<Mask> masks;
-  if (node.Has(score_bias)) masks.push_back({BeforeExpand(dims, node.Input(score_bias))});
-  Attention found = Joined(dims, node, operands, std::move(masks), node.Int("unidirectional", 0) == 1, executor);
-  if (is_packed) found.inputs = {node.Input(0), nullptr, nullptr};
-  if (is_packed) found.weight = node.Input(1);
-  found.scale = ScaleAttribute(node);
+  if (fused.score_bias != nullptr) masks.push_back({BeforeExpand(dims, fused.score_bias)});
+  Attention found = Joined(dims, node, operands, std::move(masks), fused.causal, executor);
+  if (fused.weight != nullptr) found.inputs = {node.Input(0), nullptr, nullptr};
+  found.weight = fused.weight;
+  found.bias = fused.bias;
+  found.scale = fused.scale;
   found.output = node.Output(0);
-  if (const Value mask = node.Input(padding)) {
-    const size_t rank = dims.Rank(mask).value_or(0);
-    Expect(dims.TypeOf(mask) == ElementType::kInt32 && (rank == 2 || rank == 3), ReasonCode::kPaddingMask,
-           Quoted(mask));
-    Expect(!found.causal, ReasonCode::kCausalPadding);
-    const float fill = node.Float("mask_filter_value", kDefaultFill);
-    Expect(std::isfinite(fill), ReasonCode::kPaddingFill);
-    found.masks.push_back({.value = mask, .fill = fill, .padding = true});
-  }
-  if (node.Has(bias)) {
-    const int64_t width = operands[0].heads * operands[0].head_dim + 2 * operands[1].heads * operands[1].head_dim;
-    node.ConstantInput(bias, "bias", {ElementType::kFloat, ElementType::kFloat16}, {{width}});
-    found.bias = node.Input(bias);
-  }
+  if (fused.padding) found.masks.push_back(*fused.padding);
   NodeSet nodes = {&node};
   CheckUses(dims, nodes, found, executor);
   return found;
@@ -292,6 +323,52 @@ std::string TextOf(const Attention& found) {
 
 }  // namespace
 
+// Inputs of Attention: input, weights, bias, mask_index, past, attention_bias, past_sequence_length. QAttention: input,
+// weight, bias, input_scale, weight_scale, mask_index, input_zero_point, weight_zero_point, past. MultiHeadAttention:
+// query, key, value, bias, key_padding_mask, attention_bias, past_key, past_value, …
+FusedAttention ReadFused(const Dimensions& dims, const Node& node, Executor executor) {
+  const FusedInputs at = InputsOf(node);
+  for (const auto& [name, attribute] : node.attributes()) {
+    const bool is_known =
+        std::find(std::begin(kFusedAttributes), std::end(kFusedAttributes), name) != std::end(kFusedAttributes);
+    Expect(is_known, ReasonCode::kUnknownAttribute, name);
+  }
+  for (const size_t cache : at.caches) {
+    if (cache != 0) ExpectNoCache(dims, node, cache, cache + 1);
+  }
+  Expect(node.Int("do_rotary", 0) == 0, ReasonCode::kRotary);
+  FusedAttention found;
+  found.heads = node.Int("num_heads");
+  Expect(found.heads > 0, ReasonCode::kNoHeads, found.heads);
+  const auto expect_type = [&](size_t index, const char* meaning) {
+    const ElementType type = dims.TypeOf(node.Input(index));
+    Expect(type == ElementType::kFloat || (executor == Executor::kProvider && IsFloatType(type)),
+           ReasonCode::kOperandType, meaning, Quoted(node.Input(index)), NameOf(type));
+  };
+  if (node.type() == "MultiHeadAttention") {
+    for (size_t i = 0; i < 3; ++i) {
+      expect_type(i, kRoles[i]);
+      const Operand operand = WholeOperand(dims, node.Input(i), kRoles[i], found.heads);
+      found.widths[i] = operand.heads * operand.head_dim;
+    }
+  } else {
+    if (node.type() == "Attention") expect_type(0, "input");
+    ReadPackedWeight(dims, node, executor, found);
+  }
+  found.scale = ScaleAttribute(node);
+  found.causal = node.Int("unidirectional", 0) == 1;
+  if (node.Has(at.padding)) found.padding = PaddingMask(dims, node, node.Input(at.padding), node.Input(0));
+  if (at.score_bias != 0) found.score_bias = node.Input(at.score_bias);
+  found.bias = node.Input(at.bias);
+  if (found.bias != nullptr) {
+    const int64_t width = found.widths[0] + found.widths[1] + found.widths[2];
+    const bool takes_half = executor == Executor::kProvider;
+    node.ConstantHeader(at.bias, "bias",
+                        {ElementType::kFloat, takes_half ? ElementType::kFloat16 : ElementType::kFloat}, {{width}});
+  }
+  return found;
+}
+
 std::vector<FoundAttention> FindAttentions(const Dimensions& dims, Executor executor) {
   std::vector<FoundAttention> all;
   for (const Node& node : dims.graph().nodes()) {
@@ -299,9 +376,11 @@ std::vector<FoundAttention> FindAttentions(const Dimensions& dims, Executor exec
       std::optional<Attention> found;
       if (node.IsStandard("Softmax")) found = FromSoftmax(dims, node, executor);
       if (node.IsStandard("Attention")) found = OnnxAttention(dims, node, executor);
-      // Passes split Attention into its linear layers and a MultiHeadAttention.
-      const bool is_packed = executor == Executor::kProvider && node.Is("com.microsoft", "Attention");
-      if (is_packed || node.Is("com.microsoft", "MultiHeadAttention")) found = MicrosoftAttention(dims, node, executor);
+      // Passes split Attention and QAttention into their linear layers and a MultiHeadAttention.
+      const bool is_packed = node.Is(kMicrosoft, "Attention") || node.Is(kMicrosoft, "QAttention");
+      if ((is_packed && executor == Executor::kProvider) || node.Is(kMicrosoft, "MultiHeadAttention")) {
+        found = MicrosoftAttention(dims, node, executor);
+      }
       if (!found || found->output == nullptr) continue;
       Expect(std::isfinite(static_cast<float>(found->scale)), ReasonCode::kCachedScale);
       all.emplace_back(std::move(*found));

@@ -43,7 +43,9 @@ struct Mask {
   double scale = 1;              // factor of a float mask
   int64_t heads = 0;             // number of heads if the mask is [batch x heads, queries, keys]
   bool windows = false;          // [1, windows, 1 or heads, queries, keys], for scores [batch x windows, heads, …]
-  // [provider] Key padding, int32 [batch, keys] or [batch, rows, keys]: `fill` is added where it is 0 or negative.
+  // [provider] Key padding, int32 [batch, keys] or [batch, rows, keys]: `fill` is added where it is 0 or negative. Or
+  // int32 [batch], counts of keys: `fill` is added to further keys. If the attention is causal, keys after the query
+  // have the lowest float instead.
   bool padding = false;
   bool truncated = false;  // [provider] only the first columns count, one for each key
   bool operator==(const Mask&) const = default;
@@ -76,8 +78,8 @@ struct Attention {
   bool causal = false;
   bool zero_hidden_rows = false;  // fully masked rows give zeros instead of NaN
   Value zero_rows = nullptr;      // [provider] bool, broadcasts to [batch, heads, rows, 1]: rows set to zero where true
-  // [provider] Constant [columns, query width + key width + value width] of com.microsoft.Attention, which multiplies
-  // inputs[0] by it; key and value are null.
+  // [provider] Constant [columns, query width + key width + value width] of com.microsoft's Attention and QAttention,
+  // which multiply inputs[0] by it (PackedLinears of linear.h); key and value are null.
   Value weight = nullptr;
   // [provider] Constant [query width + key width + value width], added to query, key and value.
   Value bias = nullptr;
@@ -100,12 +102,27 @@ struct NotAttention {
   bool cached = true;  // false: FindCachedAttentions found no KV cache
 };
 
+// What com.microsoft's Attention, QAttention and MultiHeadAttention state. Attention and QAttention contain the linear
+// layers of query, key and value.
+struct FusedAttention {
+  std::array<int64_t, 3> widths{};  // of query, key and value
+  int64_t heads = 0;
+  double scale = 0;  // 0: 1 / sqrt(head width)
+  bool causal = false;
+  std::optional<Mask> padding;
+  Value score_bias = nullptr;  // added to the scores; may be null
+  Value weight = nullptr;      // constant [columns, sum of widths]; null for MultiHeadAttention
+  Value bias = nullptr;        // constant [sum of widths], or null
+};
+
 using FoundAttention = std::variant<Attention, NotAttention>;
 
 // The runtime of an attention: an operator in an optimized file, or the execution provider. Only the provider has
 // float16 attention, and the roles marked [provider].
 enum class Executor { kOperator, kProvider };
 
+// Read one of these operators. Throws RefusedError.
+FusedAttention ReadFused(const Dimensions& dims, const Node& node, Executor executor);
 // Return attention without a cache and similar subgraphs, in graph order.
 std::vector<FoundAttention> FindAttentions(const Dimensions& dims, Executor executor = Executor::kOperator);
 // Return cached attention and similar subgraphs, in graph order.

@@ -120,6 +120,30 @@ class Rule {
     return NotLinear{&node_, refused.reason(), form_, of_weight_};
   }
 
+  std::array<Linear, 3> MatchPacked(const std::array<int64_t, 3>& widths) {
+    if (node_.type() == "QAttention") {
+      ReadIntegers(3, 4, 6, 7);
+    } else {
+      const Constant weights = node_.ConstantHeader(1, "weights", kFloats, {});
+      Expect(weights.shape.size() == 2, kWeightRank, weights.name, weights.shape.size());
+      found_.type = weights.type;
+      found_.weight.value = node_.Input(1);
+      SetX(node_.Input(0));
+      SetSize(weights.shape[0], weights.shape[1], false);
+    }
+    found_.weight.all_columns = found_.n;
+    std::array<Linear, 3> parts;
+    int64_t first = 0;
+    for (size_t i = 0; i < parts.size(); ++i) {
+      parts[i] = found_;
+      parts[i].n = widths[i];
+      parts[i].weight.first_column = first;
+      first += widths[i];
+    }
+    Expect(first == found_.n, kWeightSize, found_.k, found_.n);
+    return parts;
+  }
+
  private:
   bool HoldsMatrix() const {
     return std::any_of(node_.inputs().begin(), node_.inputs().end(), [&](Value value) {
@@ -446,20 +470,25 @@ class Rule {
     return point && point->Count() == 1 && IsByte(point->type);
   }
 
-  // Inputs: A, B, a_scale, b_scale, a_zero_point, b_zero_point, bias.
-  void ReadMatMulIntegerToFloat() {
+  // Read X and the weight of MatMulIntegerToFloat or QAttention, whose first inputs are the codes of both.
+  void ReadIntegers(size_t x_scale, size_t scales, size_t x_zero, size_t zeros) {
     of_weight_ = true;
     form_ = WeightForm::kInt8;
-    if (const Node* const quantize = DynamicSource()) {
-      SetDynamicX(*quantize, 4);
-      Expect(node_.Input(2) == quantize->Output(1), kDynamicScale);
-      Quantized(1, 3, 5);
-      of_weight_ = false;
-      SetX(quantize->Input(0));
-      return ReadBias(6);
+    const Node* const quantize = DynamicSource();
+    if (quantize != nullptr) {
+      SetDynamicX(*quantize, x_zero);
+      Expect(node_.Input(x_scale) == quantize->Output(1), kDynamicScale);
     }
-    Quantized(1, 3, 5);
-    SetFixedX(2, 4);
+    Quantized(1, scales, zeros);
+    if (quantize == nullptr) return SetFixedX(x_scale, x_zero);
+    of_weight_ = false;
+    SetX(quantize->Input(0));
+  }
+
+  // Inputs: A, B, a_scale, b_scale, a_zero_point, b_zero_point, bias.
+  void ReadMatMulIntegerToFloat() {
+    ReadIntegers(2, 3, 4, 5);
+    if (found_.quantize != nullptr) return ReadBias(6);
     if (node_.Has(6)) node_.ConstantHeader(6, "bias", {kFloat}, {{found_.n}});
     found_.bias = node_.Input(6);
   }
@@ -595,14 +624,16 @@ class Rule {
 
 std::vector<float> ScalesOf(const Graph& graph, const Linear& linear, bool divided) {
   std::vector<float> scales(static_cast<size_t>(linear.n), 1.0f);
+  const int64_t all = linear.weight.all_columns == 0 ? linear.n : linear.weight.all_columns;
+  const size_t first = static_cast<size_t>(linear.weight.first_column);
   const auto read = [&](Value value) {
     const std::optional<Constant> tensor = graph.ConstantOf(value);
-    Expect(tensor && (tensor->Count() == 1 || tensor->Count() == linear.n), kNotReadable, "scales", value->name);
+    Expect(tensor && (tensor->Count() == 1 || tensor->Count() == all), kNotReadable, "scales", value->name);
     return tensor->Floats();
   };
   for (const Value value : linear.weight.scales) {
     const std::vector<float> factors = read(value);
-    for (size_t j = 0; j < scales.size(); ++j) scales[j] *= factors[factors.size() == 1 ? 0 : j];
+    for (size_t j = 0; j < scales.size(); ++j) scales[j] *= factors[factors.size() == 1 ? 0 : first + j];
   }
   if (!divided || linear.weight.scale_divisor == nullptr) return scales;
   const float divisor = read(linear.weight.scale_divisor)[0];
@@ -617,12 +648,17 @@ std::vector<int16_t> ZeroPointsOf(const Graph& graph, const Linear& linear) {
   Expect(tensor.has_value(), kNotReadable, "zero points", linear.weight.zero_points->name);
   const int64_t count = tensor->Count();
   for (int64_t j = 0; j < linear.n; ++j) {
-    zeros[static_cast<size_t>(j)] = static_cast<int16_t>(tensor->CodeAt(count == 1 ? 0 : j));
+    zeros[static_cast<size_t>(j)] =
+        static_cast<int16_t>(tensor->CodeAt(count == 1 ? 0 : linear.weight.first_column + j));
   }
   return zeros;
 }
 
 std::optional<FoundLinear> MatchLinear(const Graph& graph, const Node& node) { return Rule(graph, node).Match(); }
+
+std::array<Linear, 3> PackedLinears(const Graph& graph, const Node& node, const std::array<int64_t, 3>& widths) {
+  return Rule(graph, node).MatchPacked(widths);
+}
 
 std::vector<FoundLinear> FindLinears(const Graph& graph) {
   std::vector<FoundLinear> found;

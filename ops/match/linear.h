@@ -11,6 +11,7 @@
 // with its values (matmul/nbits_weight.h, matmul/int8_weight.h).
 #pragma once
 
+#include <array>
 #include <optional>
 #include <variant>
 #include <vector>
@@ -32,6 +33,8 @@ struct LayerWeight {
   // [k, n], or [n, k] if transposed; kBlocks: uint8 [n, blocks, block_size * bits / 8]. Null for kFloat.
   Value codes = nullptr;
   bool transposed = false;
+  // The weight is columns of a wider matrix: the first of them, and the number of all; 0: it is the whole matrix.
+  int64_t first_column = 0, all_columns = 0;
   int64_t bits = 0;
   int64_t block_size = 0;          // inputs per scale; 0: the scales are one for all, or one per column
   std::vector<Value> scales;       // the scale is the product of these constants, each with one value or one per column
@@ -88,6 +91,9 @@ std::vector<int16_t> ZeroPointsOf(const Graph& graph, const Linear& linear);
 
 // Return nullopt if the node does not multiply by a matrix.
 std::optional<FoundLinear> MatchLinear(const Graph& graph, const Node& node);
+// Return the query, key and value layers inside of com.microsoft's Attention or QAttention (attention.h), which have
+// these widths; their biases belong to the attention. Throws RefusedError.
+std::array<Linear, 3> PackedLinears(const Graph& graph, const Node& node, const std::array<int64_t, 3>& widths);
 // Return the layers and similar nodes of a graph, in graph order, without its subgraphs.
 std::vector<FoundLinear> FindLinears(const Graph& graph);
 

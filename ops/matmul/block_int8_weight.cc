@@ -38,7 +38,7 @@ std::vector<BlockSparseMatrix> PackedPanels(const Int8Weight& w) {
   ForEachPanel(BitmapPanels(w.n), panel_bytes, panel_bytes, [&](int64_t panel, int8_t* q) {
     const int64_t first = panel * kPanelColumns, columns = std::min(kPanelColumns, w.n - first);
     for (int64_t l = 0; l < w.k; ++l) {
-      const uint8_t* const codes = w.codes + l * w.n + first;
+      const uint8_t* const codes = w.codes + l * w.Row() + first;
       const uint8_t* const minus = zeros.data() + first;
       for (int64_t j = 0; j < columns; ++j) {
         q[l * columns + j] = static_cast<int8_t>(static_cast<uint8_t>(codes[j] - minus[j]));
@@ -71,7 +71,7 @@ bool IsBlockSparse(const Int8Weight& w, double least_zeros) {
   const double all = static_cast<double>(w.k) * static_cast<double>(w.n);
   int64_t stored = 0;
   for (int64_t l = 0; l < w.k; ++l) {
-    stored += StoredOf(w.codes + l * w.n, zeros);
+    stored += StoredOf(w.codes + l * w.Row(), zeros);
     if (1 - static_cast<double>(stored) / all < least_zeros) return false;
   }
   return RangeOf(w).FitsInt8();

@@ -31,7 +31,19 @@ float ValueAt(const FloatWeight& w, int64_t index) {
 }
 
 int64_t IndexOf(const FloatWeight& w, int64_t input, int64_t column) {
-  return w.transposed ? column * w.k + input : input * w.n + column;
+  return w.transposed ? column * w.k + input : input * (w.row == 0 ? w.n : w.row) + column;
+}
+
+// Call at(number of the value, column, value) in the order in which the values are stored.
+template <typename At>
+void ForEachValue(const FloatWeight& w, const At& at) {
+  const int64_t lines = w.transposed ? w.n : w.k, line = w.transposed ? w.k : w.n;
+  for (int64_t outer = 0; outer < lines; ++outer) {
+    const int64_t stored = w.transposed ? IndexOf(w, 0, outer) : IndexOf(w, outer, 0);
+    for (int64_t inner = 0; inner < line; ++inner) {
+      at(outer * line + inner, w.transposed ? outer : inner, ValueAt(w, stored + inner));
+    }
+  }
 }
 
 std::string WhyNotSizes(const FloatWeight& w, int64_t most_inputs) {
@@ -64,10 +76,9 @@ std::string WhyNotBf16(const FloatWeight& w) { return WhyNotSizes(w, kBf16Bitmap
 std::string WhyNotInt8(const FloatWeight& w) {
   const std::string problem = WhyNotSizes(w, kInt8Bitmap.max_k);
   if (!problem.empty()) return problem;
-  for (int64_t index = 0; index < w.k * w.n; ++index) {
-    if (!std::isfinite(ValueAt(w, index))) return "its weight holds NaN or infinity, expected finite numbers";
-  }
-  return {};
+  bool is_finite = true;
+  ForEachValue(w, [&](int64_t, int64_t, float value) { is_finite = is_finite && std::isfinite(value); });
+  return is_finite ? "" : "its weight holds NaN or infinity, expected finite numbers";
 }
 
 Int8Weight RoundedToInt8(const FloatWeight& w, std::vector<int8_t>& codes) {
@@ -78,19 +89,15 @@ Int8Weight RoundedToInt8(const FloatWeight& w, std::vector<int8_t>& codes) {
   rounded.zero_points.assign(static_cast<size_t>(w.n), 0);
   std::vector<float> largest(static_cast<size_t>(w.n));
   codes.resize(static_cast<size_t>(w.k * w.n));
-  const auto for_each = [&](const auto& at) {
-    const int64_t inner = w.transposed ? w.k : w.n;
-    for (int64_t index = 0; index < w.k * w.n; ++index) {
-      at(index, static_cast<size_t>(w.transposed ? index / inner : index % inner));
-    }
-  };
-  for_each(
-      [&](int64_t index, size_t column) { largest[column] = std::max(largest[column], std::abs(ValueAt(w, index))); });
+  ForEachValue(w, [&](int64_t, int64_t j, float value) {
+    float& most = largest[static_cast<size_t>(j)];
+    most = std::max(most, std::abs(value));
+  });
   rounded.scales.resize(largest.size());
   std::transform(largest.begin(), largest.end(), rounded.scales.begin(),
                  [](float most) { return most > 0 ? std::max(most / kLargestInt8, kSmallestScale) : kSmallestScale; });
-  for_each([&](int64_t index, size_t column) {
-    const float q = std::nearbyint(ValueAt(w, index) / rounded.scales[column]);
+  ForEachValue(w, [&](int64_t index, int64_t j, float value) {
+    const float q = std::nearbyint(value / rounded.scales[static_cast<size_t>(j)]);
     codes[static_cast<size_t>(index)] = static_cast<int8_t>(std::clamp(q, -kLargestInt8, kLargestInt8));
   });
   rounded.codes = reinterpret_cast<const uint8_t*>(codes.data());

@@ -23,6 +23,7 @@ struct FloatWeight {
   const void* values = nullptr;  // float32 or float16 [k][n], or [n][k] if transposed; at any address
   bool is_half = false;          // float16
   bool transposed = false;
+  int64_t row = 0;  // distance of two inputs in `values` if it has further columns; 0: n
 };
 
 // Return why the weight cannot be used as bf16, or as int8; empty if it can.

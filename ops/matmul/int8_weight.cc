@@ -26,7 +26,7 @@ void ForEachCode(const Int8Weight& w, const At& at) {
   for (int64_t outer = 0; outer < (w.transposed ? w.n : w.k); ++outer) {
     const int64_t inner_size = w.transposed ? w.k : w.n;
     for (int64_t inner = 0; inner < inner_size; ++inner) {
-      at(outer * inner_size + inner, w.transposed ? inner : outer, w.transposed ? outer : inner);
+      at(outer * w.Row() + inner, w.transposed ? inner : outer, w.transposed ? outer : inner);
     }
   }
 }
@@ -63,7 +63,7 @@ void PackPanel(const Int8Weight& w, int64_t panel, const std::vector<uint8_t>& m
   const int64_t columns = std::min(kPanelColumns, w.n - first);
   std::memset(packed, 0, static_cast<size_t>(kInt8Bitmap.PaddedK(w.k) * kPanelColumns));
   const uint8_t* const less = minus.data() + first;
-  const int64_t input_step = w.transposed ? 1 : w.n, column_step = w.transposed ? w.k : 1;
+  const int64_t input_step = w.transposed ? 1 : w.Row(), column_step = w.transposed ? w.k : 1;
   for (int64_t l = 0; l < w.k; ++l) {
     const uint8_t* const from = w.codes + l * input_step + first * column_step;
     uint8_t* const to =

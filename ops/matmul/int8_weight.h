@@ -26,8 +26,12 @@ struct Int8Weight {
   const uint8_t* codes = nullptr;  // [k][n], or [n][k] if transposed
   bool is_signed = true;
   bool transposed = false;
+  int64_t row = 0;                   // distance of two inputs in `codes` if it has further columns; 0: n
   std::vector<float> scales;         // [n]
   std::vector<int16_t> zero_points;  // [n], within the range of the codes' type
+
+  // Distance in `codes` of two inputs, or of two columns if transposed.
+  int64_t Row() const { return transposed ? k : row == 0 ? n : row; }
 };
 
 struct ValueRange {

@@ -91,14 +91,13 @@ std::string Attention::Described() const {
 }
 
 Attention ReadAttention(const Graph& graph, const match::Attention& found) {
-  Expect(found.weight == nullptr, "it contains the query, key and value layers, whose weights stay float");
   Attention attention{found, {}};
   for (match::Mask& mask : attention.masks) mask.value = InputRead(graph, found, mask.value, true);
   for (size_t role = 0; role < 3; ++role) {
     if (found.layouts[role] != match::Layout::kByHeads || found.inputs[role] == nullptr) continue;
     attention.inputs[role] = InputRead(graph, found, found.inputs[role], false);
   }
-  for (const Value value : attention.Reads(false)) {
+  for (const Value value : attention.Reads(found.weight != nullptr)) {
     const std::span<const Graph::Use> uses = graph.Uses(value);
     const bool is_read = std::any_of(uses.begin(), uses.end(), [&](const Graph::Use& use) {
       return std::find(found.nodes.begin(), found.nodes.end(), use.node) != found.nodes.end();

@@ -1,6 +1,7 @@
 #include "provider/attention_compute.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "host/broadcast.h"
 #include "nomad_attention/decode_rows.h"
@@ -14,6 +15,7 @@ using match::Layout;
 // inputs more coarsely than bfloat16.
 constexpr int kPrecision = 16, kPrecise = 32;
 constexpr int64_t kFloatBytes = sizeof(float);
+constexpr float kLowest = std::numeric_limits<float>::lowest();
 constexpr const char* kFeed = "Feed the model inputs of the shapes it was exported for.";
 constexpr const char* kRoles[] = {"query", "key", "value"};
 
@@ -302,20 +304,41 @@ void AttentionCompute::ReadInputs(Call& call, AttentionCall& attention) const {
   attention.v = Rows(call, 2, spec_.kv_heads, attention);
 }
 
+// Return key padding as floats [batch, 1, rows or 1, keys].
+FloatInput AttentionCompute::ReadPadding(const MaskSpec& mask, const Shape& scores, Call& call) const {
+  const InputTensor<int32_t> given = call.Read<int32_t>(mask.input);
+  const size_t rank = given.shape.size();
+  const int64_t batch = scores[0], queries = scores[2], keys = scores[3];
+  const bool has_rows = rank == 3 && given.shape[1] != 1;
+  const Shape wanted = rank == 1   ? Shape{batch}
+                       : rank == 2 ? Shape{batch, keys}
+                                   : Shape{batch, has_rows ? queries : 1, keys};
+  if (given.shape != wanted) {
+    throw Error("its mask has shape ", ShapeText(given.shape), ", which does not broadcast to ", ShapeText(scores),
+                ". ", kFeed);
+  }
+  const int64_t rows = has_rows || spec_.causal ? queries : 1;
+  float* const made = call.Floats(Product(Product(batch, rows), keys));
+  for (int64_t i = 0; i < batch * rows; ++i) {
+    const int32_t* const row = given.data + (rank == 1 ? i / rows : (has_rows ? i : i / rows) * keys);
+    for (int64_t key = 0; key < keys; ++key) {
+      const bool is_shown = rank == 1 ? key < *row : row[key] > 0;
+      made[i * keys + key] = spec_.causal && key > i % rows ? kLowest : is_shown ? 0.0f : mask.fill;
+    }
+  }
+  return {made, {batch, 1, rows, keys}};
+}
+
 // Return a mask as floats that are added to the scores [batch, heads, rows, keys].
 FloatInput AttentionCompute::ReadMask(const MaskSpec& mask, const Shape& scores, Call& call) const {
+  if (mask.kind == MaskSpec::Kind::kPadding) return ReadPadding(mask, scores, call);
   FloatInput floats{mask.values.values.data(), mask.values.shape};
   // Read bool tensors as bytes: a caller may pass bytes other than 0 and 1, which are undefined behaviour as bool.
   InputTensor<uint8_t> bytes;
-  InputTensor<int32_t> padding;
   Shape shape = floats.shape;
   if (mask.kind == MaskSpec::Kind::kCondition) {
     bytes = call.Read<uint8_t>(mask.input);
     shape = bytes.shape;
-  } else if (mask.kind == MaskSpec::Kind::kPadding) {
-    padding = call.Read<int32_t>(mask.input);
-    shape = padding.shape;
-    shape.insert(shape.begin() + std::min<std::ptrdiff_t>(1, std::ssize(shape)), shape.size() == 2 ? 2 : 1, 1);
   } else if (mask.input.slot) {
     floats = call.ReadFloats(mask.input);
     shape = floats.shape;
@@ -346,7 +369,6 @@ FloatInput AttentionCompute::ReadMask(const MaskSpec& mask, const Shape& scores,
     const int64_t at = row == 0 ? i : i / row * stored_row + i % row;
     if (mask.kind == MaskSpec::Kind::kAdded) made[i] = floats.data[at] * mask.scale;
     if (mask.kind == MaskSpec::Kind::kCondition) made[i] = (bytes.data[at] != 0) == mask.hides ? mask.fill : 0.0f;
-    if (mask.kind == MaskSpec::Kind::kPadding) made[i] = padding.data[at] > 0 ? 0.0f : mask.fill;
   }
   for (int64_t i = 1; i < windows; ++i) std::copy_n(made, count, made + i * count);
   return {made, whole};
@@ -435,6 +457,7 @@ void AttentionCompute::Run(const OrtApi& ort, OrtKernelContext& context, Host& h
   }
   if (CountOf(shape) == 0) return;
   attention.mask = ReadMasks({batch, heads, rows, attention.keys}, call);
+  for (const MaskSpec& mask : spec_.masks) attention.causal &= mask.kind != MaskSpec::Kind::kPadding;
   const bool is_short = short_plan_ && attention.queries <= kMostDecodeQueries;
   (is_short ? short_plan_ : plan_)->Run(host, attention);
   Finish(attention, call);

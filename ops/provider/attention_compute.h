@@ -40,6 +40,7 @@ class AttentionCompute : public StepCompute {
   void Project(Call& call, AttentionCall& attention) const;
   HeadRows Rows(Call& call, size_t role, int64_t heads, AttentionCall& attention) const;
   void ReadInputs(Call& call, AttentionCall& attention) const;
+  FloatInput ReadPadding(const MaskSpec& mask, const Shape& scores, Call& call) const;
   FloatInput ReadMask(const MaskSpec& mask, const Shape& scores, Call& call) const;
   MaskRows ReadMasks(const Shape& scores, Call& call) const;
   void ZeroRows(const AttentionCall& attention, Call& call) const;

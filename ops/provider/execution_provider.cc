@@ -136,7 +136,10 @@ void ExecutionProvider::Tell(const Claims& claims, const std::string& why_not) c
     };
     if (group.sum_norm) add(group.sum_norm->norm.node, group.sum_norm->Described());
     for (const Step& step : group.steps) {
-      for (const Layer& layer : step.layers) add(layer.nodes.front(), layer.Numbers() + step.Fused());
+      for (const Layer& layer : step.layers) {
+        if (lines.empty() || lines.back().node != layer.nodes.front())
+          add(layer.nodes.front(), layer.Numbers() + step.Fused());
+      }
       if (step.layers.empty()) add(&step.First(), step.attention->Described());
     }
   }

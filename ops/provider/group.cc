@@ -44,6 +44,15 @@ class Finder {
         Leave(node, reason.what());
       }
     }
+    for (const match::Attention& found : attentions_) {
+      if (found.weight == nullptr) continue;
+      try {
+        ReadAttention(graph_, found);
+        for (Layer& layer : ReadPackedLayers(graph_, qdq_pairs_, found, rules_)) layers_.push_back(std::move(layer));
+      } catch (const UnfitError& reason) {
+        Leave(*found.node, reason.what());
+      }
+    }
     LeaveWithSharedValues();
   }
 
@@ -71,7 +80,11 @@ class Finder {
             (layer.quantize == nullptr || layer.is_static || !is_seen(layer.quantize))) {
           return false;
         }
-        Leave(*layer.nodes.front(), "its quantized input or integer sums are also read outside the claimed layers");
+        // Query, key and value layers of one node have one reason.
+        const bool is_told = !claims_.left.empty() && claims_.left.back().first == layer.nodes.front();
+        if (!is_told) {
+          Leave(*layer.nodes.front(), "its quantized input or integer sums are also read outside the claimed layers");
+        }
         return true;
       });
       is_changed = last != layers_.end();
@@ -82,6 +95,8 @@ class Finder {
   void MakeSteps() {
     std::vector<bool> is_used(layers_.size());
     for (const match::Attention& found : attentions_) {
+      const auto is_own = [&](const Layer& layer) { return layer.is_inside && layer.nodes.front() == found.node; };
+      if (found.weight != nullptr && std::none_of(layers_.begin(), layers_.end(), is_own)) continue;
       try {
         // Passes fuse attention only in models with layers that they replace.
         const bool is_wanted = is_group_ || found.cache || !layers_.empty() || rules_.precision != Precision::kFloat32;
@@ -145,6 +160,10 @@ class Finder {
   // Return the indices of the three layers of an attention; empty if it is computed without them.
   std::vector<size_t> LayersOf(const Attention& attention, const std::vector<bool>& is_used) const {
     std::vector<size_t> found;
+    for (size_t i = 0; i < layers_.size() && attention.weight != nullptr; ++i) {
+      if (layers_[i].is_inside && layers_[i].nodes.front() == attention.node) found.push_back(i);
+    }
+    if (attention.weight != nullptr) return found;
     if (attention.cache || attention.heads != attention.kv_heads) return found;
     const auto is_inside = [&](const Graph::Use& use) { return use.index >= 0 && Contains(attention.nodes, use.node); };
     for (size_t role = 0; role < 3; ++role) {
@@ -244,7 +263,9 @@ class Finder {
         without.push_back(step);
         continue;
       }
-      for (const Layer& layer : step.layers) without.push_back(LayerStep(layer));
+      for (const Layer& layer : step.layers) {
+        if (!layer.is_inside) without.push_back(LayerStep(layer));
+      }
       Leave(*step.attention->node, "its operand depends on a layer of the same input");
     }
     return without;

@@ -103,7 +103,8 @@ Int8Weight ReadInt8(const Graph& graph, const Linear& linear) {
   Int8Weight w;
   w.k = linear.k;
   w.n = linear.n;
-  w.codes = static_cast<const uint8_t*>(codes.data);
+  w.codes = static_cast<const uint8_t*>(codes.data) + linear.weight.first_column;
+  w.row = linear.weight.all_columns;
   w.is_signed = codes.type == ElementType::kInt8;
   w.transposed = linear.weight.transposed;
   w.scales = ScalesOf(graph, linear);
@@ -120,8 +121,9 @@ RoundedWeight ReadFloats(const Graph& graph, const Linear& linear, Precision pre
   w.precision = precision;
   w.k = linear.k;
   w.n = linear.n;
-  w.values = tensor.data;
   w.is_half = tensor.type == ElementType::kFloat16;
+  w.values = static_cast<const char*>(tensor.data) + linear.weight.first_column * (w.is_half ? 2 : 4);
+  w.row = linear.weight.all_columns;
   w.transposed = linear.transposed;
   const std::string problem = precision == Precision::kBf16 ? WhyNotBf16(w) : WhyNotInt8(w);
   Expect(problem.empty(), problem);
@@ -166,18 +168,10 @@ std::string Layer::Numbers() const {
   return sizes + (w->precision == Precision::kBf16 ? ", floats as bf16" : ", floats as int8");
 }
 
-std::optional<Layer> ReadLayer(const Graph& graph, const QdqPairs& roundings, const Node& node,
-                               const LayerRules& rules) {
-  const bool takes_floats = rules.precision != Precision::kFloat32;
-  const std::optional<match::FoundLinear> found = match::MatchLinear(graph, node);
-  if (!found) return std::nullopt;
-  if (const NotLinear* const refused = std::get_if<NotLinear>(&*found)) {
-    if (!refused->form || (*refused->form == WeightForm::kFloat && !takes_floats)) return std::nullopt;
-    throw UnfitError(refused->reason);
-  }
-  const Linear& linear = std::get<Linear>(*found);
+namespace {
+
+Layer LayerOf(const Graph& graph, const QdqPairs& roundings, const Linear& linear, const LayerRules& rules) {
   const WeightForm form = linear.weight.form;
-  if (form == WeightForm::kFloat && !takes_floats) return std::nullopt;
   if (linear.weight.why_not_kept) throw UnfitError(*linear.weight.why_not_kept);
   Expect(form != WeightForm::kInt4,
          "its weight is a DequantizeLinear of 4-bit integers; `ortolan optimize` keeps them");
@@ -193,8 +187,8 @@ std::optional<Layer> ReadLayer(const Graph& graph, const QdqPairs& roundings, co
   layer.x = linear.x;
   if (layer.is_static) ReadFixedX(graph, roundings, linear, layer);
   const bool is_float = form == WeightForm::kInt8 ? graph.IsFloat(layer.x) : graph.IsFloatOrHalf(layer.x);
-  Expect(is_float,
-         ErrorText("its input '", node.InputName(0), "' is not float", form == WeightForm::kInt8 ? "" : " or float16"));
+  Expect(is_float, ErrorText("its input '", linear.node->InputName(0), "' is not float",
+                             form == WeightForm::kInt8 ? "" : " or float16"));
   Expect(layer.nodes.back()->Output(0) != nullptr, "its output is missing");
   layer.y = layer.is_static ? OutputOf(graph, roundings, linear) : layer.nodes.back()->Output(0);
   const std::optional<Shape> x_shape = DeclaredShape(layer.x);
@@ -213,6 +207,35 @@ std::optional<Layer> ReadLayer(const Graph& graph, const QdqPairs& roundings, co
   const std::string problem = rules.policy.WhyNotWorth(layer);
   Expect(problem.empty(), problem);
   return layer;
+}
+
+}  // namespace
+
+std::optional<Layer> ReadLayer(const Graph& graph, const QdqPairs& roundings, const Node& node,
+                               const LayerRules& rules) {
+  const bool takes_floats = rules.precision != Precision::kFloat32;
+  const std::optional<match::FoundLinear> found = match::MatchLinear(graph, node);
+  if (!found) return std::nullopt;
+  if (const NotLinear* const refused = std::get_if<NotLinear>(&*found)) {
+    if (!refused->form || (*refused->form == WeightForm::kFloat && !takes_floats)) return std::nullopt;
+    throw UnfitError(refused->reason);
+  }
+  const Linear& linear = std::get<Linear>(*found);
+  if (linear.weight.form == WeightForm::kFloat && !takes_floats) return std::nullopt;
+  return LayerOf(graph, roundings, linear, rules);
+}
+
+std::vector<Layer> ReadPackedLayers(const Graph& graph, const QdqPairs& roundings, const match::Attention& attention,
+                                    const LayerRules& rules) {
+  const int64_t width = attention.heads * attention.head_dim, kv_width = attention.kv_heads * attention.head_dim;
+  std::vector<Layer> layers;
+  for (const Linear& linear : match::PackedLinears(graph, *attention.node, {width, kv_width, kv_width})) {
+    Expect(linear.weight.form != WeightForm::kFloat || rules.precision != Precision::kFloat32,
+           "its query, key and value weights are float, which needs the option precision");
+    layers.push_back(LayerOf(graph, roundings, linear, rules));
+    layers.back().is_inside = true;
+  }
+  return layers;
 }
 
 }  // namespace ortolan::provider

@@ -6,6 +6,7 @@
 #include <variant>
 #include <vector>
 
+#include "match/attention.h"
 #include "matmul/block_int8_weight.h"
 #include "matmul/float_weight.h"
 #include "matmul/int8_weight.h"
@@ -44,6 +45,7 @@ struct Layer {
   std::vector<float> bias;         // [n], or empty
   bool is_static = false;          // from a model with fixed ranges: a group of such layers may include QDQ pairs
   std::optional<Bounds> x_bounds;  // bounds that clip X
+  bool is_inside = false;          // its node also computes the attention: Attention or QAttention
 
   int64_t Inputs() const;
   int64_t Columns() const;
@@ -56,5 +58,8 @@ struct Layer {
 // a known kind. The graph owns the stored weights.
 std::optional<Layer> ReadLayer(const Graph& graph, const QdqPairs& roundings, const Node& node,
                                const LayerRules& rules);
+// Return the query, key and value layers that an attention contains. Throws UnfitError.
+std::vector<Layer> ReadPackedLayers(const Graph& graph, const QdqPairs& roundings, const match::Attention& attention,
+                                    const LayerRules& rules);
 
 }  // namespace ortolan::provider
