@@ -40,6 +40,7 @@ struct RangeInputs {
 std::optional<RangeInputs> InputRangeOf(const Node& node) {
   if (node.IsStandard("QLinearMatMul") || node.Is(kMicrosoft, "QGemm")) return RangeInputs{1, 2};
   if (node.Is(kMicrosoft, "MatMulIntegerToFloat")) return RangeInputs{2, 4};
+  if (node.Is(kMicrosoft, "QAttention")) return RangeInputs{3, 6};
   return std::nullopt;
 }
 

@@ -92,6 +92,7 @@ std::string Attention::Described() const {
 
 Attention ReadAttention(const Graph& graph, const match::Attention& found) {
   Attention attention{found, {}};
+  Expect(found.zero_rows == nullptr || !graph.IsConstantValue(found.zero_rows), "its condition for rows is constant");
   for (match::Mask& mask : attention.masks) mask.value = InputRead(graph, found, mask.value, true);
   for (size_t role = 0; role < 3; ++role) {
     if (found.layouts[role] != match::Layout::kByHeads || found.inputs[role] == nullptr) continue;

@@ -41,6 +41,7 @@ CacheForm FormOf(const AttentionSpec& spec) {
   return form;
 }
 
+// is_packed: a constant, which is stored.
 MaskSpec SpecOf(const Graph& graph, const match::Mask& mask, const NamedInput& input, bool is_packed) {
   MaskSpec spec;
   spec.kind = mask.padding ? MaskSpec::Kind::kPadding : mask.fill ? MaskSpec::Kind::kCondition : MaskSpec::Kind::kAdded;
@@ -50,13 +51,13 @@ MaskSpec SpecOf(const Graph& graph, const match::Mask& mask, const NamedInput& i
   spec.heads = mask.heads;
   spec.windows = mask.windows;
   spec.truncated = mask.truncated;
-  const std::optional<Constant> constant = is_packed ? graph.ConstantOf(mask.value) : std::nullopt;
-  if (constant && spec.kind == MaskSpec::Kind::kAdded && IsFloatType(constant->type) && constant->Count() > 0) {
-    spec.own = std::make_shared<const std::vector<float>>(constant->Floats());
-    spec.values = {constant->shape, *spec.own};
-  } else {
-    spec.input = input;
-  }
+  spec.input = input;
+  if (!is_packed) return spec;
+  const std::optional<Constant> constant = graph.ConstantOf(mask.value);
+  const std::optional<std::vector<double>> numbers = constant ? constant->Numbers() : std::nullopt;
+  Expect(numbers && !numbers->empty(), ErrorText("its mask '", mask.value->name, "' cannot be read"));
+  spec.own = std::make_shared<const std::vector<float>>(numbers->begin(), numbers->end());
+  spec.values = {constant->shape, *spec.own};
   return spec;
 }
 
@@ -131,11 +132,8 @@ AttentionCompute::AttentionCompute(ContextReader& reader, const IoSlots& slots) 
   const bool is_cache_whole = !spec_.has_cache || (cache.past_key.slot && cache.past_value.slot &&
                                                    cache.cos.slot.has_value() == cache.sin.slot.has_value() &&
                                                    (!cache.cos.slot || spec_.head_dim % 2 == 0));
-  const bool are_masks_whole = std::all_of(spec_.masks.begin(), spec_.masks.end(), [](const MaskSpec& mask) {
-    return mask.kind == MaskSpec::Kind::kAdded || mask.input.slot;
-  });
-  if (spec_.heads % spec_.kv_heads != 0 || !has_all || !is_cache_whole || !are_masks_whole ||
-      (spec_.has_cache && !parts_.empty()) || (!spec_.has_cache && parts_.empty() && !spec_.inputs[1].slot)) {
+  if (spec_.heads % spec_.kv_heads != 0 || !has_all || !is_cache_whole || (spec_.has_cache && !parts_.empty()) ||
+      (!spec_.has_cache && parts_.empty() && !spec_.inputs[1].slot)) {
     throw Error("its record lacks an input, or has ", spec_.heads, " heads and ", spec_.kv_heads, " key heads");
   }
   for (size_t role = 0; role < 3; ++role) {
@@ -306,7 +304,11 @@ void AttentionCompute::ReadInputs(Call& call, AttentionCall& attention) const {
 
 // Return key padding as floats [batch, 1, rows or 1, keys].
 FloatInput AttentionCompute::ReadPadding(const MaskSpec& mask, const Shape& scores, Call& call) const {
-  const InputTensor<int32_t> given = call.Read<int32_t>(mask.input);
+  InputTensor<int32_t> given{nullptr, mask.values.shape};
+  if (mask.input.slot) given = call.Read<int32_t>(mask.input);
+  const auto at = [&](int64_t i) {
+    return mask.input.slot ? given.data[i] : static_cast<double>(mask.values.values[static_cast<size_t>(i)]);
+  };
   const size_t rank = given.shape.size();
   const int64_t batch = scores[0], queries = scores[2], keys = scores[3];
   const bool has_rows = rank == 3 && given.shape[1] != 1;
@@ -320,9 +322,9 @@ FloatInput AttentionCompute::ReadPadding(const MaskSpec& mask, const Shape& scor
   const int64_t rows = has_rows || spec_.causal ? queries : 1;
   float* const made = call.Floats(Product(Product(batch, rows), keys));
   for (int64_t i = 0; i < batch * rows; ++i) {
-    const int32_t* const row = given.data + (rank == 1 ? i / rows : (has_rows ? i : i / rows) * keys);
+    const int64_t row = (has_rows ? i : i / rows) * keys;
     for (int64_t key = 0; key < keys; ++key) {
-      const bool is_shown = rank == 1 ? key < *row : row[key] > 0;
+      const bool is_shown = rank == 1 ? static_cast<double>(key) < at(i / rows) : at(row + key) > 0;
       made[i * keys + key] = spec_.causal && key > i % rows ? kLowest : is_shown ? 0.0f : mask.fill;
     }
   }
@@ -336,7 +338,8 @@ FloatInput AttentionCompute::ReadMask(const MaskSpec& mask, const Shape& scores,
   // Read bool tensors as bytes: a caller may pass bytes other than 0 and 1, which are undefined behaviour as bool.
   InputTensor<uint8_t> bytes;
   Shape shape = floats.shape;
-  if (mask.kind == MaskSpec::Kind::kCondition) {
+  const bool is_condition = mask.kind == MaskSpec::Kind::kCondition;
+  if (is_condition && mask.input.slot) {
     bytes = call.Read<uint8_t>(mask.input);
     shape = bytes.shape;
   } else if (mask.input.slot) {
@@ -361,14 +364,14 @@ FloatInput AttentionCompute::ReadMask(const MaskSpec& mask, const Shape& scores,
     throw Error("its mask has shape ", ShapeText(found), ", which does not broadcast to ", ShapeText(scores), ". ",
                 kFeed);
   }
-  const bool is_plain = mask.kind == MaskSpec::Kind::kAdded && mask.scale == 1;
+  const bool is_plain = !is_condition && mask.scale == 1;
   if (is_plain && row == stored_row && windows == 1) return {floats.data, shape};
   const int64_t count = CountOf(shape);
   float* const made = call.Floats(Product(count, windows));
   for (int64_t i = 0; i < count; ++i) {
     const int64_t at = row == 0 ? i : i / row * stored_row + i % row;
-    if (mask.kind == MaskSpec::Kind::kAdded) made[i] = floats.data[at] * mask.scale;
-    if (mask.kind == MaskSpec::Kind::kCondition) made[i] = (bytes.data[at] != 0) == mask.hides ? mask.fill : 0.0f;
+    const bool holds = mask.input.slot && is_condition ? bytes.data[at] != 0 : floats.data[at] != 0;
+    made[i] = is_condition ? (holds == mask.hides ? mask.fill : 0.0f) : floats.data[at] * mask.scale;
   }
   for (int64_t i = 1; i < windows; ++i) std::copy_n(made, count, made + i * count);
   return {made, whole};

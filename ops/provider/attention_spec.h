@@ -26,7 +26,7 @@ struct MaskSpec {
   enum class Kind { kAdded, kCondition, kPadding };
   Kind kind = Kind::kAdded;
   NamedInput input;    // no slot: `values`
-  FloatTensor values;  // of a constant mask
+  FloatTensor values;  // of a constant mask: its elements as floats
   bool hides = true;   // kCondition: masks scores where it is true; otherwise where it is false
   float fill = 0;      // kCondition and kPadding: score of masked positions
   float scale = 1;     // kAdded: factor

@@ -58,7 +58,7 @@ struct Layer {
 // a known kind. The graph owns the stored weights.
 std::optional<Layer> ReadLayer(const Graph& graph, const QdqPairs& roundings, const Node& node,
                                const LayerRules& rules);
-// Return the query, key and value layers that an attention contains. Throws UnfitError.
+// Return the query, key and value layers that an attention contains; none if they stay float. Throws UnfitError.
 std::vector<Layer> ReadPackedLayers(const Graph& graph, const QdqPairs& roundings, const match::Attention& attention,
                                     const LayerRules& rules);
 
