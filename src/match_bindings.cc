@@ -144,6 +144,27 @@ class PyDimensions {
       found.append(std::visit([this](const auto& match) { return Object(match); }, one));
     return found;
   }
+  // Return the fields of FusedAttention for a node, or the reason why it cannot be read. The mask is its value.
+  py::object Fused(py::handle object) const try {
+    const auto node = graph_->nodes_by_object.find(object.ptr());
+    Require(node != graph_->nodes_by_object.end(), "the node is not part of this graph");
+    const match::FusedAttention match = match::ReadFused(dims_, *node->second, match::Executor::kOperator);
+    const auto value = [this](Value one) { return one == nullptr ? py::object(py::none()) : Object(one); };
+    py::dict found;
+    found["widths"] = match.widths;
+    found["heads"] = match.heads;
+    found["scale"] = match.scale;
+    found["causal"] = match.causal;
+    found["mask"] = value(match.padding ? match.padding->value : nullptr);
+    found["mask_rank"] = match.padding ? dims_.Rank(match.padding->value).value_or(0) : 0;
+    found["fill"] = match.padding ? match.padding->fill.value_or(0) : 0;
+    found["score_bias"] = value(match.score_bias);
+    found["weight"] = value(match.weight);
+    found["bias"] = value(match.bias);
+    return found;
+  } catch (const match::RefusedError& refused) {
+    return py::str(refused.what());
+  }
   std::vector<std::string> AttentionTexts() const { return match::AttentionTexts(dims_); }
 
  private:
@@ -248,6 +269,7 @@ void BindMatch(py::module_& module) {
       .def("elements", &PyDimensions::Elements, py::arg("value"))
       .def("dtype", &PyDimensions::Type, py::arg("value"))
       .def("head_size", &PyDimensions::HeadSize, py::arg("past"))
+      .def("fused_attention", &PyDimensions::Fused, py::arg("node"))
       .def("attentions", &PyDimensions::Attentions, py::arg("cached"))
       .def("attention_texts", &PyDimensions::AttentionTexts);
 }

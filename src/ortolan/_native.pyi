@@ -110,6 +110,9 @@ class Dimensions:
     def dtype(self, value: object) -> int:
         """Return the number of a value's element type, 0 if it is unknown."""
     def head_size(self, past: object) -> int | None: ...
+    def fused_attention(self, node: object) -> dict[str, Any] | str:
+        """Return the fields of ops/match/attention.h's FusedAttention, or why the operator is not supported."""
+
     def attentions(self, cached: bool) -> list[dict[str, Any] | tuple[Any, str, bool]]:
         """Return fields of attention with or without a cache; for similar subgraphs (node, reason, has a cache)."""
 
