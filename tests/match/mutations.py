@@ -10,9 +10,9 @@ import numpy as np
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from ..passes import attention_forms as forms
-from ..passes import cached_graphs, test_attention_by_heads
+from ..passes import cached_graphs, test_attention_by_heads, test_fused_forms
 from ..passes.attention_graphs import Graph
-from ..provider import fuzz_models
+from ..provider import fuzz_models, test_packed_attention
 from ..provider.cached_models import Form
 from ..provider.fuzz_models import Nothing, Rng, graphs, pick, some_graph, some_node, some_of
 
@@ -34,6 +34,8 @@ def sources() -> tuple[bytes, ...]:
         models.append(graph.model(form(graph)))
     models += [cached_graphs.model(form) for form in (*cached_graphs.FORMS, cached_graphs.capped)]
     models += [Form(packed=packed, rotary=rotary).model() for packed in (True, False) for rotary in (None, "half")]
+    models += [test_fused_forms.attention_model(mask, unidirectional=1)[0] for mask in test_fused_forms.masks()]
+    models += [test_packed_attention.quantized_model(np.int8, False, fixed)[0] for fixed in (False, True)]
     return tuple(model.SerializeToString() for model in (*models, *fuzz_models.encoders()[:1]))
 
 
