@@ -82,8 +82,9 @@ def count_int8_layers(model: ir.Model) -> int:
     count = 0
     for graph in model.graphs():
         nodes = [node for node in graph if node.op_type == "QAttention" and node.domain == MICROSOFT_DOMAIN]
-        dims = Dimensions(graph) if nodes else None
-        count += sum(3 for node in nodes if dims and not isinstance(dims.native.fused_attention(node), str))
+        if nodes:
+            native = Dimensions(graph).native
+            count += len(_PARTS) * sum(isinstance(native.fused_attention(node), dict) for node in nodes)
     return count
 
 
