@@ -127,7 +127,7 @@ class AttentionRewrite(RecipePass, Generic[Match]):
 
         any_order allows a faster order of sums; the last bits of results then depend on the CPU.
         """
-        return {
+        attributes: dict[str, ir.Attr | int | float] = {
             "num_heads": match.heads,
             "kv_num_heads": match.kv_heads,
             "scale": float(match.scale),
@@ -136,6 +136,7 @@ class AttentionRewrite(RecipePass, Generic[Match]):
             "precision": PRECISION[self.options.precision],
             "any_order": int(any_order),
         }
+        return attributes | ({"softcap": float(match.softcap)} if match.softcap else {})
 
     @property
     def verb(self) -> str:
