@@ -340,7 +340,9 @@ def _run(scaled: _Scaled) -> int:
     Raises:
         UnfitError: No operator supports this block size.
     """
-    changes = [np.flatnonzero((array[1:] != array[:-1]).any(axis=1)) + 1 for array in (scaled.scales, scaled.zero_points)]
+    changes = [
+        np.flatnonzero((array[1:] != array[:-1]).any(axis=1)) + 1 for array in (scaled.scales, scaled.zero_points)
+    ]
     block = math.gcd(*map(int, np.concatenate(changes)))  # 0: they are the same for all inputs
     run = next((run for run in _RUNS if block % run == 0), None)
     if run is None:
