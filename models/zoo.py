@@ -335,6 +335,7 @@ ARCHITECTURES = (
     Architecture("phi3", _llama, _PAST),
     Architecture("gemma", _gemma, _PAST),
     Architecture("gemma2", _gemma_windows, _PAST),
+    Architecture("gemma2_eager", _gemma_windows, _PAST, model_type="gemma2", options={"attn_implementation": "eager"}),
     Architecture("gemma3_text", _gemma3, _PAST),
     Architecture("smollm3", _llama, _PAST),
     Architecture("granite", _llama, _PAST),

@@ -219,6 +219,7 @@ class PyDimensions {
     found["kv_heads"] = match.kv_heads;
     found["head_dim"] = match.head_dim;
     found["scale"] = match.scale;
+    found["softcap"] = match.softcap;
     found["masks"] = Tuple(match.masks);
     found["causal"] = match.causal;
     found["zero_hidden_rows"] = match.zero_hidden_rows;

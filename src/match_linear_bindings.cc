@@ -1,5 +1,6 @@
 // ortolan._native: linear layers found in an onnx-ir graph.
 #include "match/linear.h"
+#include "match/ranges.h"
 #include "match_graph.h"
 
 namespace ortolan {
@@ -64,6 +65,14 @@ void BindMatchLinear(py::module_& module) {
     return nodes;
   });
   value("x", &Linear::x);
+  add("x_range", [](const PyLinear& l) -> py::object {
+    const auto found = match::FindInputRange(*l.part, l.found.x);
+    if (!found) return py::none();
+    const match::FixedRange& range = found->range;
+    const bool is_same_type = found->quantize != nullptr && range.floats == l.found.type;
+    return py::make_tuple(range.scale, range.zero_point + (range.type == match::ElementType::kInt8 ? 128 : 0),
+                          is_same_type ? l.graph->nodes.at(found->quantize) : py::none());
+  });
   value("bias", &Linear::bias);
   value("x_scale", &Linear::x_scale);
   value("x_zero_point", &Linear::x_zero_point);

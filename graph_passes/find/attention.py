@@ -49,6 +49,7 @@ class Attention:
     heads: int
     kv_heads: int
     scale: float  # 0: 1 / sqrt(head width)
+    softcap: float  # scores become softcap tanh(scores / softcap); 0: they stay
     masks: tuple[Mask, ...]  # the sum of all masks is added to the scores
     causal: bool
     zero_hidden_rows: bool  # fully masked rows give zeros instead of NaN

@@ -35,6 +35,7 @@ class CachedAttention:
     nodes: set[ir.Node]  # nodes that the operator replaces
     output: ir.Value  # [batch, rows, heads x width]
     scale: float = 0.0  # 0: 1 / sqrt(head width)
+    softcap: float = 0.0  # as in Attention
     masks: tuple[Mask, ...] = ()  # the sum of all masks is added to the scores
     causal: bool = False
     zero_hidden_rows: bool = False

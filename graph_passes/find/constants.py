@@ -17,14 +17,13 @@ import onnx_ir as ir
 
 from ortolan.errors import ModelError, one_line
 
-from .shape_inference import infer_node, opset_of, small_constant
-
 DEFAULT_DOMAINS = ("", "ai.onnx")
 _RANDOM = ("Random", "Bernoulli", "Multinomial")
 GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 _MOST_VISITS = 64  # limit of the nodes between a constant and its initializers
 _MOST_GROWTH = 16  # limit of a constant's bytes relative to its inputs; 16 allows float64 from 4-bit integers
 _SMALL = 1 << 24  # bytes that a computed constant may have in addition
+_MOST_NUMBERS = 64  # limit of the elements of a constant that shapes may depend on
 
 
 def constant_tensor(
@@ -88,29 +87,15 @@ def float_array(tensor: ir.TensorProtocol) -> np.ndarray:
 
 
 def remove_unused(value: ir.Value) -> None:
-    """Remove a constant without consumers, and the constants and nodes that only it needed."""
-    if value.uses() or value.is_graph_output() or value.is_graph_input():
-        return
-    node = value.producer()
-    if value.is_initializer():
-        assert value.graph is not None and value.name is not None
-        value.graph.initializers.pop(value.name)
-    elif node is not None and node.graph is not None and not _is_used(node):
-        sources = [source for source in node.inputs if source is not None]
-        node.graph.remove(node, safe=True)
-        for source in sources:
-            remove_unused(source)
-
-
-def remove_dead(value: ir.Value) -> None:
     """Remove the nodes and initializers that only computed a value without consumers."""
     waiting = [value]
     while waiting:
         one = waiting.pop()
         node = one.producer()
         if node is None:
-            if one.is_initializer():
-                remove_unused(one)
+            if one.is_initializer() and not (one.uses() or one.is_graph_output() or one.is_graph_input()):
+                assert one.graph is not None and one.name is not None
+                one.graph.initializers.pop(one.name)
         elif node.graph is not None and not _is_used(node):
             waiting += [source for source in node.inputs if source is not None]
             node.graph.remove(node, safe=True)
@@ -206,18 +191,30 @@ def _computed(
     return lazy(compute, dtype, ir.Shape(shape))
 
 
+def opset_of(graph: ir.Graph | ir.Function | None) -> int:
+    """Return a graph's opset, at most the newest of the installed onnx; the newest for subgraphs, which import none."""
+    newest = onnx.defs.onnx_opset_version()
+    return newest if graph is None else min(graph.opset_imports.get("", newest), newest)
+
+
 def _infer(
     proto: onnx.NodeProto, sources: Mapping[str, ir.TensorProtocol], version: int
 ) -> dict[str, tuple[ir.DataType, tuple[int, ...]]]:
     """Return type and shape of each output that certainly is a tensor of this type and shape."""
-    types = {
-        name: onnx.helper.make_tensor_type_proto(tensor.dtype.value, tensor.shape.numpy())
-        for name, tensor in sources.items()
-    }
-    small = {name: number for name, tensor in sources.items() if (number := small_constant(name, tensor)) is not None}
+    types, small = {}, {}
+    for name, tensor in sources.items():
+        types[name] = onnx.helper.make_tensor_type_proto(tensor.dtype.value, tensor.shape.numpy())
+        if tensor.dtype in (ir.DataType.INT64, ir.DataType.FLOAT) and tensor.size <= _MOST_NUMBERS:
+            small[name] = onnx.numpy_helper.from_array(np.asarray(tensor.numpy()), name)
+    try:
+        schema = onnx.defs.get_schema(proto.op_type, version)
+        imports = [onnx.helper.make_opsetid("", version)]
+        found = onnx.shape_inference.infer_node_outputs(schema, proto, types, small, opset_imports=imports)
+    except Exception:  # an unknown operator, or inputs that do not fit
+        return {}
     made = {}
-    for name, (dtype, sizes) in infer_node(proto, version, types, small).items():
-        shape = tuple(size for size in sizes if isinstance(size, int))
-        if len(shape) == len(sizes):
-            made[name] = dtype, shape
+    for name, one in found.items():
+        dims = one.tensor_type.shape.dim
+        if one.tensor_type.HasField("shape") and all(dim.HasField("dim_value") for dim in dims):
+            made[name] = ir.DataType(one.tensor_type.elem_type), tuple(dim.dim_value for dim in dims)
     return made

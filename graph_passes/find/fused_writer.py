@@ -7,10 +7,9 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from .constants import constant_tensor, lazy, remove_unused
+from .constants import constant_tensor, lazy, opset_of, remove_unused
 from .dimensions import Dimensions
 from .node_checks import MICROSOFT_DOMAIN, UnfitError, expect, node_input
-from .shape_inference import opset_of
 
 _LAYER_NORMALIZATION = 17  # first opset with LayerNormalization
 

@@ -9,8 +9,7 @@ import onnx_ir as ir
 
 from ortolan import _native
 
-from .constants import DEFAULT_DOMAINS, constant_tensor
-from .shape_inference import opset_of
+from .constants import DEFAULT_DOMAINS, constant_tensor, opset_of
 
 _INPUT, _OUTPUT, _CONSTANT, _DEFAULT = 1, 2, 4, 8  # flags of a value
 _MOST_ELEMENTS = 16  # limit of tensor attributes

@@ -28,7 +28,6 @@ from .stored_int8 import (
     MATMUL_INTEGER_TO_FLOAT,
     StoredInt8,
     StoredInt8Tensors,
-    fixed_range,
     read_int8,
     stored_inputs,
 )
@@ -62,6 +61,7 @@ class Linear:
     # The 8-bit weight that the model stores, or the reason why its integers cannot be kept; None: not 8-bit.
     int8: StoredInt8 | str | None = None
     x_range: FixedRange | None = None  # range of a static QuantizeLinear of x in the model
+    rounding: ir.Node | None = None  # the QuantizeLinear of this range whose dequantized output is x
     tensors: StoredInt8Tensors | None = None  # an 8-bit weight with a scale per column, as the model stores it
 
     @property
@@ -260,9 +260,12 @@ def _linear(found: _native.Linear) -> Linear | NotLinear:
             int4 = wider
         elif wider is not None:
             int8 = wider
+    x_range, rounding = None, None
+    if is_product and (given := found.x_range) is not None:
+        x_range, rounding = FixedRange(np.float32(given[0]), np.uint8(given[1])), given[2]
     return Linear(
         node, found.add, found.x, found.weight, found.transposed, found.bias, found.k, found.n,
-        ir.DataType(found.dtype), int4, int8, fixed_range(found.x) if is_product else None, tensors,
+        ir.DataType(found.dtype), int4, int8, x_range, rounding, tensors,
     )  # fmt: skip
 
 

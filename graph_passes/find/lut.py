@@ -16,8 +16,7 @@ from ortolan.errors import one_line
 
 from ..names import MINIMUM_IR_VERSION
 from .constants import DEFAULT_DOMAINS, constant_tensor
-
-MICROSOFT_DOMAIN = "com.microsoft"
+from .node_checks import MICROSOFT_DOMAIN
 
 # Types of a table's index; its entries have one of these types or float32.
 CODE_TYPES = (ir.DataType.UINT8, ir.DataType.INT8, ir.DataType.UINT16, ir.DataType.INT16)
@@ -25,7 +24,7 @@ CODE_TYPES = (ir.DataType.UINT8, ir.DataType.INT8, ir.DataType.UINT16, ir.DataTy
 # Element-wise operators, with the indices of inputs that must be scalars: scales, zero points and bounds. All other
 # inputs broadcast against each other.
 _NO_PARAMETERS: frozenset[int] = frozenset()
-_BROADCASTING = (
+BROADCASTING = (
     *("Abs", "Acos", "Acosh", "Add", "And", "Asin", "Asinh", "Atan", "Atanh", "Cast", "Ceil", "Celu", "Cos", "Cosh"),
     *("Div", "Elu", "Equal", "Erf", "Exp", "Floor", "Gelu", "Greater", "GreaterOrEqual", "HardSigmoid", "HardSwish"),
     *("Identity", "IsInf", "IsNaN", "LeakyRelu", "Less", "LessOrEqual", "Log", "Max", "Mean", "Min", "Mish", "Mod"),
@@ -35,7 +34,7 @@ _BROADCASTING = (
 )
 _QUANTIZATION = frozenset({1, 2})
 _ELEMENT_WISE: Mapping[tuple[str, str], frozenset[int]] = {
-    **{("", op_type): _NO_PARAMETERS for op_type in _BROADCASTING},
+    **{("", op_type): _NO_PARAMETERS for op_type in BROADCASTING},
     ("", "Clip"): frozenset({1, 2}),
     ("", "DequantizeLinear"): _QUANTIZATION,
     ("", "QuantizeLinear"): _QUANTIZATION,

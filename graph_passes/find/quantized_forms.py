@@ -15,7 +15,6 @@ undoes the second rewrite. A node with unexpected inputs or attributes is kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -33,30 +32,14 @@ _NONE: Mapping[str, int] = {}
 _TYPES = ("MatMulInteger", "QLinearMatMul", "QGemm", MATMUL_INTEGER_TO_FLOAT)
 
 
-@dataclass
-class _Form:
-    """An int8 layer y = x W + bias, perhaps with quantized y."""
-
-    nodes: list[ir.Node]  # nodes to replace, in order; the first one reads the weight
-    output: ir.Value
-    numbers: StoredInt8Tensors
-    weight: ir.Value
-    x_scale: ir.Value
-    x_zero: ir.Value | None
-    dynamic: bool = False  # True: x_scale and x_zero come from a DynamicQuantizeLinear; False: constants
-    gemm: bool = False
-    bias: ir.Value | np.ndarray | None = None  # int32 constant [n], to multiply by x_scale * scales; or float32 [n]
-    y: tuple[ir.Value, ir.Value | None] | None = None  # scale and zero point of the output; None: a float output
-
-
 def unify_quantized(model: ir.Model, new_name: NewName) -> list[ir.Node]:
     """Rewrite all int8 layers of the model, in place; return the MatMul and Gemm nodes that fold_back can undo."""
     made: dict[Hashable, ir.Value] = {}
     products: list[ir.Node] = []
-    for form in list(_forms(model)):
-        unused = [value for old in form.nodes for value in old.inputs if value is not None]
-        product = _Writer(form, made, new_name).put()
-        if form.dynamic:
+    for linear in list(_forms(model)):
+        unused = [value for old in linear.nodes for value in old.inputs if value is not None]
+        product = _Writer(linear, made, new_name).put()
+        if linear.quantize is not None:
             model.opset_imports.setdefault(MICROSOFT_DOMAIN, 1)
         else:
             products.append(product)
@@ -115,7 +98,7 @@ def _quantize_behind(node: ir.Node) -> ir.Node | None:
 
 def stored_layers(model: ir.Model) -> list[StoredInt8]:
     """Return the weights whose integers can be kept, of layers that unify_quantized would rewrite."""
-    stored = [form.numbers.stored() for form in _forms(model)]
+    stored = [read_int8(linear).stored() for linear in _forms(model)]
     return [one for one in stored if isinstance(one, StoredInt8)]
 
 
@@ -128,7 +111,7 @@ def is_unsupported_form(linear: _native.Linear) -> bool:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _forms(model: ir.Model) -> Iterator[_Form]:
+def _forms(model: ir.Model) -> Iterator[_native.Linear]:
     """Yield the layers that are not in a supported form, in graph order."""
     if not any(node.op_type in _TYPES for node in model.graph.all_nodes()):
         return
@@ -136,26 +119,26 @@ def _forms(model: ir.Model) -> Iterator[_Form]:
     for node in model.graph.all_nodes():
         linear = found.get(node)
         if isinstance(linear, _native.Linear) and is_unsupported_form(linear):
-            yield _form(linear)
+            yield linear
 
 
-def _form(linear: _native.Linear) -> _Form:
-    nodes, numbers, bias, y = linear.nodes, read_int8(linear), linear.bias, None
-    if linear.y_scale is not None:
-        y = linear.y_scale, linear.y_zero_point
-    gemm = linear.node.op_type == "QGemm"
-    if bias is not None:
-        tensor = required_constant(bias)
-        if not linear.bias_in_steps:
-            bias = float_array(tensor)
-        elif not gemm or list(tensor.shape.numpy()) != [linear.n]:
-            # Multiplied by the scales of x and W.
-            steps = linear.scales_of_columns(False) if not gemm else _scalar(linear.x_scale) * numbers.scales
-            bias = np.asarray(np.broadcast_to(float_array(tensor).reshape(-1), (linear.n,)) * steps, np.float32)
-    return _Form(
-        nodes, nodes[-1].outputs[0], numbers, linear.weight, linear.x_scale, linear.x_zero_point,
-        linear.quantize is not None, gemm, bias, y,
-    )  # fmt: skip
+def _bias(linear: _native.Linear, numbers: StoredInt8Tensors) -> ir.Value | np.ndarray | None:
+    """Return the bias [n]: an int32 constant of a QGemm, to multiply by the scales of x and W; or float32."""
+    if linear.bias is None:
+        return None
+    tensor = required_constant(linear.bias)
+    if not linear.bias_in_steps:
+        return float_array(tensor)
+    gemm = _is_gemm(linear)
+    if gemm and list(tensor.shape.numpy()) == [linear.n]:
+        kept: ir.Value = linear.bias
+        return kept
+    steps = _scalar(linear.x_scale) * numbers.scales if gemm else linear.scales_of_columns(False)
+    return np.asarray(np.broadcast_to(float_array(tensor).reshape(-1), (linear.n,)) * steps, np.float32)
+
+
+def _is_gemm(linear: _native.Linear) -> bool:
+    return linear.node.op_type == "QGemm"
 
 
 def _only_user(value: ir.Value) -> ir.Node | None:
@@ -171,11 +154,12 @@ def _only_user(value: ir.Value) -> ir.Node | None:
 class _Writer:
     """Writes a layer to the graph in one of the two supported forms."""
 
-    def __init__(self, form: _Form, made: dict[Hashable, ir.Value], new_name: NewName) -> None:
+    def __init__(self, linear: _native.Linear, made: dict[Hashable, ir.Value], new_name: NewName) -> None:
         """made: values shared by several layers, by key."""
-        node = form.nodes[0]
+        node = linear.node
         assert isinstance(node.graph, ir.Graph)
-        self._form, self._made, self._new_name, self._graph = form, made, new_name, node.graph
+        self._linear, self._made, self._new_name, self._graph = linear, made, new_name, node.graph
+        self._numbers = read_int8(linear)
         self._name = node.name or node.op_type
         codes = node.inputs[0]  # quantized x, perhaps the output of a layer that is already replaced
         assert codes is not None
@@ -184,50 +168,51 @@ class _Writer:
 
     def put(self) -> ir.Node:
         """Replace the layer's nodes; return the new MatMul, Gemm or MatMulIntegerToFloat."""
-        form = self._form
+        linear = self._linear
         scales, zeros = self._weight_range()
-        if form.dynamic:
-            inputs: list[ir.Value | None] = [self._codes, form.weight, form.x_scale, scales, form.x_zero, zeros]
-            while inputs[-1] is None:
-                inputs.pop()
+        if linear.quantize is not None:
+            inputs = [self._codes, linear.weight, linear.x_scale, scales, linear.x_zero_point, zeros]
             output = self._add(MATMUL_INTEGER_TO_FLOAT, inputs, self._name, domain=MICROSOFT_DOMAIN)
         else:
             output = self._product(scales, zeros)
-        output.type, output.shape = form.output.type, form.output.shape
-        ir.convenience.replace_nodes_and_values(
-            self._graph, form.nodes[-1], form.nodes, self._nodes, [form.output], [output]
-        )
+        old = linear.nodes
+        given = old[-1].outputs[0]
+        output.type, output.shape = given.type, given.shape
+        ir.convenience.replace_nodes_and_values(self._graph, old[-1], old, self._nodes, [given], [output])
         return next(node for node in self._nodes if node.name == self._name)
 
     def _product(self, scales: ir.Value, zeros: ir.Value | None) -> ir.Value:
         """Add DequantizeLinear of x and W, MatMul or Gemm, bias and QuantizeLinear; return the output."""
-        form = self._form
-        x = self._shared([self._codes, form.x_scale, form.x_zero], "DequantizeLinear", f"{self._codes.name}/floats")
-        axis = 0 if form.numbers.transposed else 1
-        weight = self._shared(
-            [form.weight, scales, zeros], "DequantizeLinear", f"{form.weight.name}/floats", {"axis": axis}
+        linear, numbers = self._linear, self._numbers
+        x = self._shared(
+            [self._codes, linear.x_scale, linear.x_zero_point], "DequantizeLinear", f"{self._codes.name}/floats"
         )
-        bias = form.bias
+        axis = 0 if numbers.transposed else 1
+        weight = self._shared(
+            [linear.weight, scales, zeros], "DequantizeLinear", f"{linear.weight.name}/floats", {"axis": axis}
+        )
+        bias = _bias(linear, numbers)
         if isinstance(bias, ir.Value):
-            steps = self._constant(f"{self._name}/bias_scales", _in_one(form.numbers.scales * _scalar(form.x_scale)))
+            steps = self._constant(f"{self._name}/bias_scales", _in_one(numbers.scales * _scalar(linear.x_scale)))
             # With a bias in this form, ONNX Runtime can fuse the Gemm to QGemm.
             bias = self._add("DequantizeLinear", [bias, steps], f"{self._name}/bias", {"axis": 0})
         elif bias is not None:
             bias = self._constant(f"{self._name}/bias", bias)
-        if form.gemm:
+        if _is_gemm(linear):
             factors = [x, weight] if bias is None else [x, weight, bias]
-            output = self._add("Gemm", factors, self._name, {"transB": int(form.numbers.transposed)})
+            output = self._add("Gemm", factors, self._name, {"transB": int(numbers.transposed)})
         else:
             output = self._add("MatMul", [x, weight], self._name)
             if bias is not None:
                 output = self._add("Add", [output, bias], f"{self._name}/add_bias")
-        if form.y is not None:
-            output = self._add("QuantizeLinear", [output, *form.y], f"{self._name}/quantize")
+        if linear.y_scale is not None:
+            inputs = [output, linear.y_scale, linear.y_zero_point]
+            output = self._add("QuantizeLinear", inputs, f"{self._name}/quantize")
         return output
 
     def _weight_range(self) -> tuple[ir.Value, ir.Value]:
         """Return scales and zero points of equal shapes; ONNX Runtime fuses no layer without zero points."""
-        numbers, name = self._form.numbers, self._form.weight.name
+        numbers, name = self._numbers, self._linear.weight.name
         scales, zeros = _in_one(numbers.scales), _in_one(numbers.zero_points)
         kind = numbers.codes.dtype.numpy()
         if scales.shape != zeros.shape:

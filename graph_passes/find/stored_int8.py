@@ -1,4 +1,4 @@
-"""Reads 8-bit weights that a model stores, and the fixed ranges of quantized activations.
+"""Reads 8-bit weights that a model stores.
 
 Weights are inputs of com.microsoft's MatMulIntegerToFloat and DynamicQuantizeMatMul, or of DequantizeLinear
 (quantized_forms.py converts other forms to these):
@@ -19,10 +19,8 @@ import onnx_ir as ir
 
 from ortolan import _native
 
-from ..weights.quantizers.fixed_range import FixedRange
-from ..weights.quantizers.grid import SMALLEST_SCALE
-from .constants import DEFAULT_DOMAINS, constant_tensor, float_array, lazy, required_constant
-from .node_checks import MICROSOFT_DOMAIN, makers, node_input
+from .constants import DEFAULT_DOMAINS, lazy, required_constant
+from .node_checks import MICROSOFT_DOMAIN, node_input
 from .quantized_weight import QuantizedWeight
 
 INT8_TYPES = (ir.DataType.INT8, ir.DataType.UINT8)
@@ -31,10 +29,7 @@ FLOAT_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 DYNAMIC_QUANTIZE_MATMUL = "DynamicQuantizeMatMul"
 MATMUL_INTEGER_TO_FLOAT = "MatMulIntegerToFloat"
 
-# Operators that move elements of the first input without changing them.
-_MOVES = ("Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
 _MIDDLE = 128  # uint8 codes and zero points minus this are int8 ones
-_LARGEST_SCALE = np.finfo(np.float32).max / 256  # a scale times any code stays finite
 
 
 @dataclass(frozen=True)
@@ -163,58 +158,3 @@ def remove_unused_dynamic(node: ir.Node) -> None:
     """Remove a DynamicQuantizeLinear without consumers."""
     if node.graph is not None and not any(value.uses() or value.is_graph_output() for value in node.outputs):
         node.graph.remove(node, safe=True)
-
-
-def fixed_range(x: ir.Value) -> FixedRange | None:
-    """Return the range of a layer's input if a DequantizeLinear of 8-bit codes computes it, else None."""
-    node = maker(x, "DequantizeLinear")
-    return None if node is None else range_at(node, 1, 2)
-
-
-def maker(value: ir.Value, op_type: str) -> ir.Node | None:
-    """Return the node of this type that computes a value, perhaps before operators that only move elements."""
-    node = next((node for node in makers(value, _MOVES) if node.op_type not in _MOVES), None)
-    return node if node is not None and node.op_type == op_type and node.domain in DEFAULT_DOMAINS else None
-
-
-def range_at(node: ir.Node, scale: int, zero_point: int) -> FixedRange | None:
-    """Return the range with these inputs as scalar scale and zero point; None if VNNISpMM does not support it."""
-    scales, zeros = constant_tensor(node_input(node, scale)), constant_tensor(node_input(node, zero_point))
-    if scales is None or scales.size != 1 or scales.dtype not in FLOAT_TYPES:
-        return None
-    number = float_array(scales).reshape(-1)[0]
-    if not SMALLEST_SCALE <= number <= _LARGEST_SCALE:
-        return None
-    if zeros is None:
-        # Without a zero point input, it is 0 and the codes' type decides, which is uint8 for QuantizeLinear.
-        missing = node_input(node, zero_point) is None
-        kind = _code_type(node_input(node, 0)) if missing else None
-        zero = {ir.DataType.UINT8: 0, ir.DataType.INT8: _MIDDLE}.get(kind) if kind is not None else None
-    elif zeros.size == 1 and zeros.dtype in INT8_TYPES:
-        zero = int(zeros.numpy().reshape(-1)[0]) + (_MIDDLE if zeros.dtype == ir.DataType.INT8 else 0)
-    else:
-        zero = None
-    return None if zero is None else FixedRange(np.float32(number), np.uint8(zero))
-
-
-def _code_type(codes: ir.Value | None) -> ir.DataType | None:
-    return None if codes is None or codes.type is None else codes.dtype
-
-
-def unrounded(x: ir.Value, dtype: ir.DataType) -> ir.Value:
-    """Return the float input of the QuantizeLinear before the DequantizeLinear that computes x; else x itself."""
-    dequantize = x.producer()
-    if dequantize is None or dequantize.op_type != "DequantizeLinear" or dequantize.domain not in DEFAULT_DOMAINS:
-        return x
-    codes = node_input(dequantize, 0)
-    quantize = codes.producer() if codes is not None else None
-    if quantize is None or quantize.op_type != "QuantizeLinear" or quantize.domain not in DEFAULT_DOMAINS:
-        return x
-    scale, floats = constant_tensor(node_input(quantize, 1)), node_input(quantize, 0)
-    whole_type = "output_dtype" not in quantize.attributes and "precision" not in quantize.attributes
-    same = range_at(quantize, 1, 2) == range_at(dequantize, 1, 2) is not None
-    zeros = [constant_tensor(node_input(node, 2)) for node in (quantize, dequantize)]
-    known = zeros[0] is not None and zeros[1] is not None and zeros[0].dtype == zeros[1].dtype
-    if not (same and known and whole_type and scale is not None and scale.dtype == dtype) or floats is None:
-        return x
-    return floats

@@ -14,32 +14,28 @@ import onnx_ir as ir
 from ..names import ORTOLAN_DOMAIN
 from .constants import DEFAULT_DOMAINS, constant_tensor
 from .dimensions import Dimensions
+from .lut import BROADCASTING
 from .token_views import Layout, behind_view, in_front_of_view, packed_sizes, viewed
 
 ATTENTION = "NoMADAttention"
 _TOKEN_AXES = 2  # the first axes are batch and tokens
 
-_OF_NUMBERS = """
-    Abs Add And BiasGelu Cast Ceil Clip Cos Div Elu Equal Erf Exp FastGelu Floor Gelu Greater GreaterOrEqual HardSigmoid
-    HardSwish Identity IsNaN LeakyRelu Less LessOrEqual Log Max Min Mish Mul Neg Not Or Pow QuickGelu Reciprocal Relu
-    Round Selu Sigmoid Sign Sin Softplus Softsign Sqrt Sub Tanh ThresholdedRelu Where
-"""
-_ELEMENTWISE = frozenset(_OF_NUMBERS.split())
+_ELEMENTWISE = frozenset((*BROADCASTING, "BiasGelu", "Clip", "FastGelu", "QuickGelu"))
 _NORMS = frozenset(
-    (
+    [
         "LayerNormalization",
         "RMSNormalization",
         "SimplifiedLayerNormalization",
         "SkipLayerNormalization",
         "SkipSimplifiedLayerNormalization",
-    )
+    ]
 )
 _REDUCTIONS = frozenset(
-    ("ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum", "ReduceSumSquare")
+    ["ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum", "ReduceSumSquare"]
 )
 # Operators of linear layers and of tables: input X, perhaps a residual; all other inputs are constant.
 _LAYERS = frozenset(
-    ("SparseAMXMatMul", "VNNISpMM", "W4A8MatMul", "W8A8MatMul", "MaskedMatMul", "LutPostOp", "MatMulNBits")
+    ["SparseAMXMatMul", "VNNISpMM", "W4A8MatMul", "W8A8MatMul", "MaskedMatMul", "LutPostOp", "MatMulNBits"]
 )
 # Treated like the element-wise operators: it computes each token separately.
 _SUM_NORM = "AddLayerNorm"

@@ -12,7 +12,8 @@ reason is returned. Arithmetic that wraps or clips integers is not recognized. A
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -339,25 +340,15 @@ def _run(scaled: _Scaled) -> int:
     Raises:
         UnfitError: No operator supports this block size.
     """
-    k = scaled.shape[0]
-    arrays = [array for array in (scaled.scales, scaled.zero_points) if array.shape[0] > 1]
-    if all((array == array[:1]).all() for array in arrays):
-        return k
-    for run in _RUNS:
-        if all(_is_constant_in(array, run) for array in arrays):
-            return run
-    runs = [run for run in _shorter() if all(_is_constant_in(array, run) for array in arrays)]
-    found = f"per block of {runs[0]} inputs" if runs else "per input"
-    raise UnfitError(f"its scales are {found}, expected one per output, or blocks of a multiple of 32 inputs")
-
-
-def _shorter() -> Iterator[int]:
-    yield from (24, 20, 16, 12, 10, 8, 6, 5, 4, 3, 2)
-
-
-def _is_constant_in(array: _Array, run: int) -> bool:
-    """Return whether elements of [k, …] are equal in each run of the first axis."""
-    return all((array[start : start + run] == array[start]).all() for start in range(0, len(array), run))
+    changes = [
+        np.flatnonzero((array[1:] != array[:-1]).any(axis=1)) + 1 for array in (scaled.scales, scaled.zero_points)
+    ]
+    block = math.gcd(*map(int, np.concatenate(changes)))  # 0: they are the same for all inputs
+    run = next((run for run in _RUNS if block % run == 0), None)
+    if run is None:
+        found = f"per block of {block} inputs" if block > 1 else "per input"
+        raise UnfitError(f"its scales are {found}, expected one per output, or blocks of a multiple of 32 inputs")
+    return run if block else scaled.shape[0]
 
 
 def _by_run(array: _Array, run: int, k: int, n: int) -> _Array:

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..files.model_file import to_bytes, to_proto
-from ..find.constants import constant_tensor, remove_dead
+from ..find.constants import constant_tensor, remove_unused
 from ..find.fused_forms import EMBED_LAYER_NORMALIZATION
 from ..names import ORTOLAN_DOMAIN
 from .feeds import Sizes, synthetic_feeds
@@ -116,7 +116,7 @@ class PaddingMasks:
     def remove_unused(self) -> None:
         """Remove the nodes of masks that are no longer used."""
         for mask in self._dropped:
-            remove_dead(mask)
+            remove_unused(mask)
 
     def _other_summand(self, mask: ir.Value) -> ir.Value | None:
         """Return the value to which a padding mask was added, if that value does not depend on attention_mask."""

@@ -34,6 +34,7 @@ ATTRIBUTES = {
     "precision": ir.AttributeType.INT,
     "any_order": ir.AttributeType.INT,
 }
+SOFTCAP = ir.AttrFloat32("softcap", 0.0)  # with its default; functions have it if a node does
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Uses:
     kept: bool = False  # all nodes are PackedNoMADAttention with all inputs, or no node is
     by_heads: frozenset[str] = frozenset()  # operands (query, key, value) that are [B, heads, S, D] in some nodes
     by_rows: frozenset[str] = frozenset(_OPERANDS)  # operands that are [B, S, heads D] in some nodes
+    softcap: bool = False  # some nodes set this attribute
 
 
 def uses_of(nodes: Sequence[ir.Node]) -> Uses:
@@ -73,6 +75,7 @@ def uses_of(nodes: Sequence[ir.Node]) -> Uses:
         grouped=any(kv_heads not in (0, count) for count, kv_heads in heads),
         causal=some("causal"),
         zero_hidden_rows=some("zero_hidden_rows"),
+        softcap=any(SOFTCAP.name in node.attributes for node in nodes),
         by_heads=by_heads,
         by_rows=given(by_heads=False) | (set(_OPERANDS) - by_heads),
     )
@@ -94,6 +97,7 @@ def nomad_attention_function(opset: int, uses: Uses) -> ir.Function:
     op_type = PACKED_OP_TYPE if uses.kept else OP_TYPE
     graph = ir.Graph(list(inputs.values()), [y], nodes=body.nodes, opset_imports={"": opset}, name=op_type)
     attributes = [ir.Attr(name, kind, None) for name, kind in ATTRIBUTES.items()]
+    attributes += [SOFTCAP] if uses.softcap else []
     return ir.Function(ORTOLAN_DOMAIN, op_type, graph=graph, attributes=attributes)
 
 
@@ -103,6 +107,15 @@ def scale_of(body: FunctionBody, head_dim: ir.Value) -> ir.Value:
     given = op("Constant", value_float=ir.RefAttr("value_float", "scale", ir.AttributeType.FLOAT))
     root = op("Sqrt", op("Cast", head_dim, to=ir.DataType.FLOAT))
     return op("Where", op("Equal", given, body.number(0)), op("Reciprocal", root), given)
+
+
+def capped(body: FunctionBody, scores: ir.Value) -> ir.Value:
+    """Return softcap tanh(scores / softcap), or the scores if the attribute softcap is 0."""
+    op = body.op
+    softcap = op("Constant", value_float=ir.RefAttr("value_float", SOFTCAP.name, SOFTCAP.type))
+    is_off = op("Equal", softcap, body.number(0))
+    divisor = op("Where", is_off, body.number(1), softcap)
+    return op("Where", is_off, scores, op("Mul", op("Tanh", op("Div", scores, divisor)), softcap))
 
 
 def weights_of(body: FunctionBody, scores: ir.Value, zero_hidden_rows: bool) -> ir.Value:
@@ -143,6 +156,8 @@ class _Attention:
         queries, keys = self._size(scores, -2), self._size(scores, -1)
         if self._uses.grouped:
             scores = op("Reshape", scores, body.shape(0, self._heads, queries, keys))
+        if self._uses.softcap:
+            scores = capped(body, scores)
         if self._uses.mask:
             scores = op("Add", scores, self._inputs["mask"])
         if self._kept is not None:

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from ortolan._native import Sum
 
-from ..find.constants import GRAPHS, remove_dead
+from ..find.constants import GRAPHS, remove_unused
 from ..find.dimensions import Dim, Dimensions, Element
 from ..find.node_checks import is_op
 from ..operators.nodes import new_initializer
@@ -63,7 +63,7 @@ def _ask_inputs(
         lengths.ask_for(value)
         made = lengths.scalar(elements[0]) if dims.shape(value) == () else lengths.vector(elements)
         value.replace_all_uses_with(made)
-        remove_dead(value)
+        remove_unused(value)
     lengths.place()
 
 

@@ -26,7 +26,7 @@ import onnx_ir as ir
 from ortolan.errors import listing
 from ortolan.progress import Stage
 
-from ..find.constants import constant_tensor, remove_dead
+from ..find.constants import constant_tensor, remove_unused
 from ..find.dimensions import Dimensions
 from ..find.token_rows import NotByTokensError, TokenRows, find_token_rows, reduced_axes
 from ..measure.feeds import has_past
@@ -266,7 +266,7 @@ class UnpadPass(RecipePass):
             if tuple(sizes) not in constants:
                 constants[tuple(sizes)] = self._int64(model, *sizes)
             node.replace_input_with(1, constants[tuple(sizes)])
-            remove_dead(padded)
+            remove_unused(padded)
 
     def _leave(self, model: ir.Model, rows: TokenRows, kept: ir.Value) -> None:
         """Unpack the values that the rest of the model reads."""

@@ -1,10 +1,11 @@
 // Exact scaled dot-product attention: no approximation other than rounding.
 //
-//     s[i, j] = scale (q[i] . k[j]) + mask[i, j]         i < queries, j < keys
+//     s[i, j] = capped(scale (q[i] . k[j])) + mask[i, j]         i < queries, j < keys
 //     y[i]    = sum over j of p[i, j] v[j],   p[i, j] = exp(s[i, j]) / sum over l of exp(s[i, l])
 //
-// for each of `heads` query heads, which share one head of keys and values. With `causal`, the queries are the last
-// `queries` positions of the keys, and query i does not see keys j > i + keys - queries (their s is -Inf).
+// for each of `heads` query heads, which share one head of keys and values. capped(x) = softcap tanh(x / softcap), or x
+// if softcap is 0 (Gemma 2: Improving Open Language Models at a Practical Size, section 2). With `causal`, the queries
+// are the last `queries` positions of the keys, and query i does not see keys j > i + keys - queries (their s is -Inf).
 //
 // Error bound of the float32 kernels (precision 32), with u = 2^-24 and dots[j] the sum of |q[i, d] k[j, d]| over d:
 //
@@ -14,8 +15,8 @@
 //
 // provided that e[j] < 1/2 wherever p[j] is not negligible. Kernels of precision 16 round scale q, k, p and v to
 // bfloat16 and accumulate in float32: e[j] grows by 2^-7 |scale| dots[j], and the term (keys + 16) u by 2^-7. Kernels
-// with own_order also add (head_dim / 32) u |mask[j]| to e[j]. Weights below 2^-126 of a row's largest weight may be
-// treated as zero.
+// with own_order also add (head_dim / 32) u |mask[j]| to e[j]. A softcap adds 4 u softcap to e[j]. Weights below 2^-126
+// of a row's largest weight may be treated as zero.
 //
 // A mask of -Inf removes a key: its p is 0. If all s of a row are -Inf, y is NaN. If they are all the lowest float
 // (-3.4e38) or all the largest, which absorb the products, y is the mean of v, as in ONNX Softmax. A NaN or +Inf among
@@ -29,7 +30,8 @@
 //
 //   - bf16 values: scale log2(e) q (the factor and the product are first rounded to float32), k, v and the weights.
 //   - s, in powers of two: a chain of fused multiply-adds from +0, by pairs of d in ascending order, the odd d of a
-//     pair before the even one; an odd head_dim is padded with a zero. Then the mask times log2(e) is added.
+//     pair before the even one; an odd head_dim is padded with a zero. Then it is capped as in softcap.h, and the mask
+//     times log2(e) is added.
 //   - Keys in blocks of 128. The weights of a block are 2^(s - m), with m the largest s so far. Before they are added,
 //     the sum of weights and y are multiplied by 2^(previous m - m). Weights are added to the sum one by one, before
 //     they are rounded to bf16. Products with v are added to y by pairs of keys, the odd key first, fused.
@@ -71,12 +73,16 @@ struct AttentionArgs {
   int64_t mask_query_stride = 0;
   int64_t mask_key_stride = 0;  // 0 or 1
   float scale = 1.0f;
+  float softcap = 0.0f;  // 0: scores are not capped
   bool causal = false;
   bool zero_hidden_rows = false;
   float* y = nullptr;  // [heads][queries][head_dim]; no overlap with other arguments
   int64_t y_head_bytes = 0;
   int64_t y_row_bytes = 0;
 };
+
+// Values of softcap other than 0.
+inline constexpr float kLeastSoftcap = 0x1p-10f, kMostSoftcap = 0x1p20f;
 
 // Rows of one call: enough to amortize copying each key and value.
 inline constexpr int64_t kAttentionRows = 128;

@@ -21,6 +21,7 @@
 
 #include "attention/attention.h"
 #include "attention/attention_units.h"
+#include "attention/softcap.h"
 #include "simd/at_byte.h"
 #include "simd/flush_denormals.h"
 
@@ -240,10 +241,12 @@ class AttentionLoop {
     }
   }
 
-  bool MaskIsByKey() const { return args_.mask_head_stride == 0 && args_.mask_query_stride == 0; }
+  // If scores are capped, the mask is added afterwards, so bias_ is 0.
+  bool MaskIsByKey() const { return args_.mask_head_stride == 0 && args_.mask_query_stride == 0 && args_.softcap == 0; }
 
-  // Initializes the scores with the mask, to which q . k is then added.
-  void FillScores(const Block& block, int64_t first, int64_t keys) const {
+  // Calls use(score, mask) for all vectors of scores, with the mask in powers of two.
+  template <typename Use>
+  void WithMask(const Block& block, int64_t first, int64_t keys, const Use& use) const {
     const bool by_row = args_.mask != nullptr && !MaskIsByKey();
     for (int64_t lane = 0; lane < block.rows; lane += kLanes) {
       for (int64_t j = 0; j < keys; j += kLanes) {
@@ -259,10 +262,22 @@ class AttentionLoop {
           for (int64_t i = 0; i < kLanes; ++i) columns[i] = Simd::Load(rows);
         }
         for (int64_t i = 0; i < count; ++i) {
-          Simd::Store(scores_ + (j + i) * kRows + lane, by_row ? InPowersOfTwo(columns[i]) : Simd::Set(bias_[j + i]));
+          use(scores_ + (j + i) * kRows + lane, by_row ? InPowersOfTwo(columns[i]) : Simd::Set(bias_[j + i]));
         }
       }
     }
+  }
+
+  // Initializes the scores with the mask, to which q . k is then added.
+  void FillScores(const Block& block, int64_t first, int64_t keys) const {
+    WithMask(block, first, keys, [](float* score, Float mask) { Simd::Store(score, mask); });
+  }
+
+  // Caps the scores q . k and adds the mask.
+  void CapScores(const Block& block, int64_t first, int64_t keys) const {
+    const Softcap<Simd> cap(args_.softcap);
+    WithMask(block, first, keys,
+             [cap](float* score, Float mask) { Simd::Store(score, Simd::Add(cap.Of(Simd::Load(score)), mask)); });
   }
 
   // Returns the scores of a key, with -Inf in rows from which the causal mask hides it. Applied after the mask is
@@ -315,11 +330,17 @@ class AttentionLoop {
     const int64_t stride = PaddedKeyUnits(args_.head_dim);
     Simd::template MultiplyTiles<!kFilled>({keys_, stride}, {block.queries, kRows}, {scores_, kRows}, keys,
                                            kTileVectors * kLanes, stride);
+    FindMost<kTileVectors, kFilled>(block, first, keys, most);
+  }
+
+  // Raises `most` to the largest score of each row. kHides: applies the causal mask first.
+  template <int kTileVectors, bool kHides>
+  void FindMost(const Block& block, int64_t first, int64_t keys, Float (&most)[kTileVectors]) const {
     for (int64_t j = 0; j < keys; ++j) {
 #pragma GCC unroll 4
       for (int i = 0; i < kTileVectors; ++i) {
         float* to = scores_ + j * kRows + i * kLanes;
-        if constexpr (kFilled) Simd::Store(to, OfSeen(block, first + j, i * kLanes, Simd::Load(to)));
+        if constexpr (kHides) Simd::Store(to, OfSeen(block, first + j, i * kLanes, Simd::Load(to)));
         most[i] = Simd::Max(Simd::Load(to), most[i]);
       }
     }
@@ -348,6 +369,12 @@ class AttentionLoop {
       ScoreInTiles<kTileVectors, kFilled>(block, first, keys, most);
     } else {
       ScoreByVectors<kTileVectors, kFilled>(block, first, keys, most);
+    }
+    if (!kFilled && args_.softcap != 0) {
+      CapScores(block, first, keys);
+#pragma GCC unroll 4
+      for (int i = 0; i < kTileVectors; ++i) most[i] = Simd::Load(block.most + i * kLanes);
+      FindMost<kTileVectors, true>(block, first, keys, most);
     }
     Float sum[kTileVectors];
 #pragma GCC unroll 4
@@ -450,7 +477,7 @@ class AttentionLoop {
   void Attend(Block& block, int64_t first, int64_t keys) const {
     const bool by_row = args_.mask != nullptr && !MaskIsByKey();
     const bool hides = args_.causal && block.least_seen < first + keys;
-    if (by_row || hides || (kInTiles && args_.mask != nullptr)) {
+    if (args_.softcap == 0 && (by_row || hides || (kInTiles && args_.mask != nullptr))) {
       FillScores(block, first, keys);
       Score<kTileVectors, true>(block, first, keys);
     } else {

@@ -1,7 +1,7 @@
 // Attention of one token over cached keys and values, compressed or not: the decode step for the query heads that share
 // one head of the cache.
 //
-//     s[h, j] = log2(e) scale (q[h] . k[j])                     h < heads; in powers of two
+//     s[h, j] = log2(e) capped(scale (q[h] . k[j]))             h < heads; in powers of two; capped: attention.h
 //     partial: max[h] >= s[h, j], sum[h] = sum of 2^(s[h, j] - max[h]), y[h] = sum of 2^(s[h, j] - max[h]) v[j]
 //
 // for the tokens j of a range [begin, end). `merge` combines partial results of any ranges, compressed or exact, as in
@@ -25,6 +25,8 @@
 //
 //     e = S step (1/2 + 2^-12) + S 2^-100 + (2 S + 16) u A                codes
 //     e = (head_dim + 8) u (sum over d of |log2(e) scale q_d k_d|)         float32 keys
+//
+// plus 4 u log2(e) softcap if scores are capped. The sums of table entries are capped after they are added.
 //
 // Error of y / sum against exact attention over the decoded keys and values, with T tokens, exact weights p (their sum
 // is 1) and E the largest e, if 2 E < 1:
@@ -75,10 +77,10 @@ struct SoftmaxFunctions {
   // Returns the range from the first to the last visible token of a mask row.
   VisibleRange (*visible)(const float* mask, int64_t count);
 
-  // Replaces the scores s[i], i < count, by weights 2^(factor s[i] - maximum); writes the maximum and the sum of the
-  // weights. count >= 1. The buffer is as long as count rounded up to 16; what follows `count` is overwritten. A NaN
-  // score makes the sum NaN.
-  void (*weigh)(float* scores, int64_t count, float factor, float* maximum, float* sum);
+  // Replaces the scores s[i], i < count, by weights 2^(capped(factor s[i]) - maximum), where softcap 0 caps nothing;
+  // writes the maximum and the sum of the weights. count >= 1. The buffer is as long as count rounded up to 16; what
+  // follows `count` is overwritten. A NaN score makes the sum NaN.
+  void (*weigh)(float* scores, int64_t count, float factor, float softcap, float* maximum, float* sum);
 
   void (*merge)(int64_t heads, int64_t head_dim, const DecodePartial& from, const DecodePartial& into);
 
@@ -92,6 +94,7 @@ struct DecodeAttentionArgs {
   const float* q = nullptr;  // [heads][head_dim]
   int64_t q_head_bytes = 0;
   float scale = 1.0f;
+  float softcap = 0.0f;
   int64_t tokens = 0;  // in the caches
   // Keys are codes with a codebook, or floats whose first row is token first_key.
   const uint8_t* key_codes = nullptr;

@@ -284,6 +284,7 @@ class DecodeLoop {
     }
     for (int64_t h = 0; h < args_.heads; ++h) {
       float* scores = s_.scores + h * kChunk;
+      if (args_.softcap != 0) CapScores(scores, RoundUp(count, kTile), args_.softcap);
       for (int64_t i = 0; i < begin - first; ++i) scores[i] = kMinusInfinity;
       for (int64_t i = end - first; i < RoundUp(count, kTile); ++i) scores[i] = kMinusInfinity;
     }

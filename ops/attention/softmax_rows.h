@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/decode.h"
+#include "attention/softcap.h"
 #include "simd/at_byte.h"
 #include "simd/target.h"
 
@@ -46,14 +47,22 @@ VisibleRange VisibleOf(const float* mask, int64_t count) {
   return range;
 }
 
-void WeighScores(float* scores, int64_t count, float factor, float* maximum, float* sum) {
+// Caps `count` scores, a multiple of kLanes.
+void CapScores(float* scores, int64_t count, float softcap) {
+  const Softcap<Simd> cap(softcap);
+  for (int64_t i = 0; i < count; i += kLanes) Simd::Store(scores + i, cap.Of(Simd::Load(scores + i)));
+}
+
+void WeighScores(float* scores, int64_t count, float factor, float softcap, float* maximum, float* sum) {
   const int64_t end = (count + kLanes - 1) / kLanes * kLanes;
   for (int64_t i = count; i < end; ++i) scores[i] = scores[0];
+  for (int64_t i = 0; i < end; i += kLanes) {
+    Simd::Store(scores + i, Simd::Multiply(Simd::Load(scores + i), Simd::Set(factor)));
+  }
+  if (softcap != 0) CapScores(scores, end, softcap);
   Float most = Simd::Set(kLowest);
   for (int64_t i = 0; i < end; i += kLanes) {
-    const Float score = Simd::Multiply(Simd::Load(scores + i), Simd::Set(factor));
-    Simd::Store(scores + i, score);
-    most = Simd::Max(score, most);
+    most = Simd::Max(Simd::Load(scores + i), most);
   }
   *maximum = Simd::MaxOfLanes(most);
   for (int64_t i = count; i < end; ++i) scores[i] = kMinusInfinity;

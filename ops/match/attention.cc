@@ -94,7 +94,7 @@ std::optional<Attention> ReadDecomposed(const Dimensions& dims, const Node& soft
   NodeSet& nodes = rule.nodes();
   const std::optional<Decomposed::Products> products = rule.FindProducts();
   if (!products) return std::nullopt;
-  auto [masks, scale] = rule.ReadScores(*products);
+  auto [masks, scale, softcap] = rule.ReadScores(*products);
   const Operands operands = {ReadOperand(dims, products->scores->Input(0), 0, by_heads, nodes),
                              ReadOperand(dims, products->scores->Input(1), 1, by_heads, nodes),
                              ReadOperand(dims, products->context->Input(1), 2, by_heads, nodes)};
@@ -115,6 +115,7 @@ std::optional<Attention> ReadDecomposed(const Dimensions& dims, const Node& soft
   // All query heads may share one key head.
   Expect(key.heads == 1 || key.heads == query.heads, ReasonCode::kKeyHeads, query.heads, key.heads);
   found.scale = scale * query.scale * key.scale;
+  found.softcap = softcap;
   Expect(value.scale == 1, ReasonCode::kScaledValues);
   found.zero_hidden_rows = products->zero_hidden_rows || visible.zeroed;
   found.zero_rows = visible.zero_rows;
@@ -158,7 +159,6 @@ void ExpectNoCache(const Dimensions& dims, const Node& node, size_t first, size_
 
 Attention OnnxAttention(const Dimensions& dims, const Node& node, Executor executor) {
   ExpectNoCache(dims, node, 4, 7);
-  Expect(node.Float("softcap", 0) == 0, ReasonCode::kSoftcapAttribute);
   NodeSet nodes = {&node};
   const bool split = dims.Rank(node.Input(0)) == 4u;
   Operands operands;
@@ -175,6 +175,7 @@ Attention OnnxAttention(const Dimensions& dims, const Node& node, Executor execu
   Attention found = Joined(dims, node, operands, std::move(masks), node.Int("is_causal", 0) == 1, executor);
   const double factor = operands[0].scale * operands[1].scale;
   found.scale = ScaleAttribute(node) * factor;
+  found.softcap = CheckedSoftcap(node.Float("softcap", 0));
   Expect(operands[2].scale == 1 && (found.scale != 0 || factor == 1), ReasonCode::kScaledInputs);
   found.output = split ? MergedHeads(dims, node.Output(0), operands[0], nodes) : node.Output(0);
   CheckUses(dims, nodes, found, executor);
@@ -276,7 +277,7 @@ Attention MicrosoftAttention(const Dimensions& dims, const Node& node, Executor 
 
 std::string TextOf(const Attention& found) {
   std::string text = ErrorText(found.heads, " heads, ", found.kv_heads, " of keys, of ", found.head_dim, ", scale ",
-                               internal::OperandText(found.scale));
+                               internal::OperandText(found.scale), ", softcap ", internal::OperandText(found.softcap));
   const auto flag = [&](const char* name, bool holds) { text += holds ? ErrorText(", ", name) : ""; };
   const auto value = [&](const char* name, Value value) {
     if (value != nullptr) text += ErrorText(", ", name, " ", Quoted(value));

@@ -74,6 +74,7 @@ struct Attention {
   int64_t kv_heads = 0;
   int64_t head_dim = 0;
   double scale = 0;         // 0: 1 / sqrt(head width)
+  double softcap = 0;       // scores become softcap tanh(scores / softcap) before masks are added; 0: they stay
   std::vector<Mask> masks;  // the sum of all masks is added to the scores
   bool causal = false;
   bool zero_hidden_rows = false;  // fully masked rows give zeros instead of NaN

@@ -18,17 +18,15 @@ constexpr const char* kRoles[] = {"query", "key", "value"};
 
 // Attributes of GroupQueryAttention that are read, and those of normalizations, which have no effect without further
 // inputs. ONNX Runtime writes default attributes into nodes.
-constexpr std::string_view kRead[] = {"num_heads", "kv_num_heads",    "do_rotary",      "rotary_interleaved",
-                                      "scale",     "qk_norm_epsilon", "q_norm_epsilon", "k_norm_epsilon"};
+constexpr std::string_view kRead[] = {"num_heads", "kv_num_heads",    "do_rotary",      "rotary_interleaved", "scale",
+                                      "softcap",   "qk_norm_epsilon", "q_norm_epsilon", "k_norm_epsilon"};
 // Attributes of features that NoMADAttention lacks, with the two values that disable the feature.
 constexpr struct {
   std::string_view name;
   double off[2];
-} kFeatures[] = {{"local_window_size", {-1, -1}},   {"softcap", {0, 0}},
-                 {"smooth_softmax", {0, -1}},       {"causal", {1, 1}},
-                 {"sliding_window_cache", {0, 0}},  {"qk_output", {0, 0}},
-                 {"qk_matmul_output_mode", {0, 0}}, {"softmax_precision", {0, 1}},
-                 {"kv_cache_bit_width", {0, 0}}};
+} kFeatures[] = {{"local_window_size", {-1, -1}},  {"smooth_softmax", {0, -1}},   {"causal", {1, 1}},
+                 {"sliding_window_cache", {0, 0}}, {"qk_output", {0, 0}},         {"qk_matmul_output_mode", {0, 0}},
+                 {"softmax_precision", {0, 1}},    {"kv_cache_bit_width", {0, 0}}};
 
 std::optional<double> NumberIn(const Attribute& attribute) {
   if (const auto* whole = std::get_if<int64_t>(&attribute)) return static_cast<double>(*whole);
@@ -96,6 +94,7 @@ Attention GroupQuery(const Dimensions& dims, const Node& node) {
     Refuse(ReasonCode::kHasInput, i < 9 + kOthers.size() ? kOthers[i - 9] : std::to_string(i));
   }
   Attention found;
+  found.softcap = CheckedSoftcap(node.Float("softcap", 0));
   found.cache = CacheOf(node.Input(3), node.Input(4), node.Output(1), node.Output(2));
   KvCache& cache = *found.cache;
   cache.lengths = node.Input(5);
@@ -196,7 +195,8 @@ Attention OnnxAttention(const Dimensions& dims, const Node& node, NodeSet& nodes
   } else {
     found.cache = CacheOf(node.Input(4), node.Input(5), node.Output(1), node.Output(2));
   }
-  for (const char* const name : {"softcap", "qk_matmul_output_mode"}) CheckOff(node, name);
+  CheckOff(node, "qk_matmul_output_mode");
+  found.softcap = CheckedSoftcap(node.Float("softcap", 0));
   Expect(node.Output(3) == nullptr, ReasonCode::kCachedScores);
   Expect(!node.Has(6), ReasonCode::kHasInput, "nonpad_kv_seqlen");
   const std::optional<DimShape> shape = dims.ShapeOf(node.Input(0));
@@ -301,6 +301,7 @@ std::optional<Attention> FromSoftmax(const Dimensions& dims, const Node& softmax
   found.head_dim = key.head_dim;
   found.output = MergedHeads(dims, visible.product, query, nodes);
   found.scale = scores.scale * query.scale * key.scale;
+  found.softcap = scores.softcap;
   found.masks = std::move(visible.masks);
   found.zero_hidden_rows = products->zero_hidden_rows || visible.zeroed;
   found.zero_rows = visible.zero_rows;

@@ -139,8 +139,11 @@ Decomposed::Scores Decomposed::ReadScores(const Products& products) {
     value = node->Input(index);
     const std::string& type = node->type();
     if (type == "Identity" || type == "Cast") continue;
-    Expect(type != "Tanh", ReasonCode::kSoftcap);
-    if (type == "Reshape") {
+    if (type == "Tanh") {
+      Expect(read.softcap == 0, ReasonCode::kSoftcapTwice);
+      read.softcap = CheckedSoftcap(read.scale);
+      read.scale = 1;
+    } else if (type == "Reshape") {
       const size_t before = RankOf(dims_, value), after = RankOf(dims_, node->Output(0));
       const bool splits = before == 3 && after == 4;
       const std::optional<int64_t> split = splits ? (*dims_.ShapeOf(node->Output(0)))[1].Number() : 0;
@@ -153,6 +156,7 @@ Decomposed::Scores Decomposed::ReadScores(const Products& products) {
     } else if (type == "Mul" || type == "Div") {
       read.scale *= Factor(*node, index);
     } else {
+      Expect(read.softcap == 0, ReasonCode::kSoftcapMask);
       Mask mask = type == "Where" ? Fill(*node, index) : Mask{Other(*node, value)};
       if (mask.fill) {
         *mask.fill *= read.scale;
@@ -166,6 +170,7 @@ Decomposed::Scores Decomposed::ReadScores(const Products& products) {
       read.masks.insert(read.masks.begin(), mask);
     }
   }
+  if (read.softcap != 0) read.scale *= read.softcap;  // of the scores, which the model divides by the cap
   return read;
 }
 

@@ -92,6 +92,9 @@ bool IsWholeSlice(const Dimensions& dims, const Node& node);
 // Return the `scale` attribute of an attention operator; 0 if it has none.
 double ScaleAttribute(const Node& node);
 
+// Check a softcap, which may be 0, and return it.
+double CheckedSoftcap(double softcap);
+
 // Return nodes of the set in graph order.
 std::vector<const Node*> InGraphOrder(const NodeSet& nodes);
 
@@ -113,8 +116,9 @@ class Decomposed {
   struct Scores {
     std::vector<Mask> masks;  // in the order in which the model adds them
     double scale = 1;
+    double softcap = 0;
   };
-  // Read the masks between scores and Softmax, and the scale of the scores.
+  // Read the masks between scores and Softmax, the cap, and the scale of the scores.
   Scores ReadScores(const Products& products);
 
   struct Visible {

@@ -68,12 +68,11 @@ MaybeElements SameElements(const Dimensions& dims, const Node& node) {
   auto elements = dims.ElementsOf(node.Input(0));
   if (!elements || node.type() != "Cast") return elements;
   const auto type = static_cast<ElementType>(node.Int("to"));
-  const bool is_float = IsFloatType(type) || type == ElementType::kDouble || type == ElementType::kBfloat16;
   for (Element& element : *elements) {
     const auto number = element.AsNumber();
     if (type == ElementType::kBool) {
       element = number ? Element::Bool(*number != 0) : element.AsBool() ? element : Element();
-    } else if (is_float) {
+    } else if (IsAnyFloat(type)) {
       if (number) element = Element::Real(*number);
     } else if (element.AsBool()) {
       element = Dim(*element.AsBool() ? 1 : 0);

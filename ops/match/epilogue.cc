@@ -13,7 +13,7 @@ namespace {
 
 // Return the activation that the node's operator computes; kNone for other operators.
 Activation ActivationOf(const Node& node) {
-  if (std::count_if(node.inputs().begin(), node.inputs().end(), [](Value value) { return value != nullptr; }) != 1) {
+  if (std::ranges::count_if(node.inputs(), [](Value value) { return value != nullptr; }) != 1) {
     return Activation::kNone;  // for example, FastGelu with a bias
   }
   const auto silu_if = [&](float missing) {
@@ -65,7 +65,7 @@ class Region {
     const size_t id = static_cast<size_t>(IdOf(value));
     bool is_seen = graph_.IsOutput(value);
     for (const Graph::Use& use : graph_.Uses(value)) {
-      if (std::find(originals_.begin(), originals_.end(), use.node) != originals_.end()) continue;
+      if (std::ranges::find(originals_, use.node) != originals_.end()) continue;
       const bool has_one = use.node->outputs().size() == 1 && use.node->Output(0) != nullptr;
       if (use.index < 0 || !use.node->IsStandard() || !has_one || nodes_.size() == kMostFormulaNodes) {
         is_seen = true;
@@ -112,8 +112,8 @@ Value TakeFactor(const Graph& graph, std::span<const Value> factors, Value& x, s
   const Node* const multiply = graph.OnlyReader(x);
   if (multiply == nullptr || !multiply->IsStandard("Mul") || multiply->Output(0) == nullptr) return nullptr;
   const Value other = Other(*multiply, x);
-  const bool fits = other != nullptr && std::find(factors.begin(), factors.end(), other) != factors.end() &&
-                    graph.OnlyReader(other) == multiply;
+  const bool fits =
+      other != nullptr && std::ranges::find(factors, other) != factors.end() && graph.OnlyReader(other) == multiply;
   if (!fits) return nullptr;
   nodes.push_back(multiply);
   x = multiply->Output(0);
@@ -130,7 +130,7 @@ Epilogue FindEpilogue(const Graph& graph, Value output, std::span<const Value> f
   Epilogue found;
   found.output = output;
   const auto can_take = [&](const std::vector<const Node*>& nodes) {
-    return std::all_of(nodes.begin(), nodes.end(), [&](const Node* node) { return may_take(*node); });
+    return std::ranges::all_of(nodes, [&](const Node* node) { return may_take(*node); });
   };
   Epilogue next = found;
   next.activation = TakeActivation(graph, next.output, next.nodes);
@@ -150,7 +150,7 @@ Epilogue FindEpilogue(const Graph& graph, Value output, std::span<const Value> f
     found.output = norm->Output();
     found.norm = std::move(norm);
   }
-  std::sort(found.nodes.begin(), found.nodes.end(), [](auto* a, auto* b) { return a->index() < b->index(); });
+  std::ranges::sort(found.nodes, [](auto* a, auto* b) { return a->index() < b->index(); });
   return found;
 }
 

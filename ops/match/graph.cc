@@ -66,9 +66,9 @@ std::vector<float> Constant::Floats() const {
   std::memcpy(halves.data(), data, halves.size() * sizeof(uint16_t));
   const auto widen = [](uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); };
   if (type == ElementType::kBfloat16) {
-    std::transform(halves.begin(), halves.end(), floats.begin(), widen);
+    std::ranges::transform(halves, floats.begin(), widen);
   } else {
-    std::transform(halves.begin(), halves.end(), floats.begin(), HalfToFloat);
+    std::ranges::transform(halves, floats.begin(), HalfToFloat);
   }
   return floats;
 }
@@ -162,10 +162,10 @@ Constant Node::ConstantHeader(size_t index, const char* what, std::initializer_l
   Expect(IsConstant(index), ReasonCode::kNotConstant, what, name, what);
   const std::optional<Constant> tensor = graph_->HeaderOf(Input(index));
   Expect(tensor.has_value(), ReasonCode::kNotReadable, what, name);
-  Expect(std::find(types.begin(), types.end(), tensor->type) != types.end(), ReasonCode::kConstantType, what, name,
+  Expect(std::ranges::find(types, tensor->type) != types.end(), ReasonCode::kConstantType, what, name,
          NameOf(tensor->type), Listing(types, [](ElementType type) { return NameOf(type); }));
-  Expect(shapes.empty() || std::find(shapes.begin(), shapes.end(), tensor->shape) != shapes.end(),
-         ReasonCode::kConstantShape, what, name, ShapeText(tensor->shape), Listing(shapes, ShapeText));
+  Expect(shapes.empty() || std::ranges::find(shapes, tensor->shape) != shapes.end(), ReasonCode::kConstantShape, what,
+         name, ShapeText(tensor->shape), Listing(shapes, ShapeText));
   return *tensor;
 }
 
@@ -212,9 +212,8 @@ void Graph::See(View view) {
   view_ = std::move(view);
   for (Node& node : nodes_) {
     const auto seen = [&](Value value) { return value == nullptr ? value : SeenBy(view_.instead, value); };
-    std::transform(node.stored_inputs_.begin(), node.stored_inputs_.end(), node.inputs_.begin(), seen);
-    std::transform(node.stored_implicit_inputs_.begin(), node.stored_implicit_inputs_.end(),
-                   node.implicit_inputs_.begin(), seen);
+    std::ranges::transform(node.stored_inputs_, node.inputs_.begin(), seen);
+    std::ranges::transform(node.stored_implicit_inputs_, node.implicit_inputs_.begin(), seen);
   }
   FindUses();
 }
@@ -301,8 +300,7 @@ bool Graph::CanBeOne(std::span<const Node* const> nodes, std::span<const Node* c
   };
   const auto follow = [&](const Node& node) {
     const auto wait = [&](Value value) { return wait_for(node, value); };
-    return std::all_of(node.inputs().begin(), node.inputs().end(), wait) &&
-           std::all_of(node.implicit_inputs().begin(), node.implicit_inputs().end(), wait);
+    return std::ranges::all_of(node.inputs(), wait) && std::ranges::all_of(node.implicit_inputs(), wait);
   };
   for (const Node* const node : nodes) {
     if (!follow(*node)) return false;

@@ -49,10 +49,12 @@ enum class ElementType : int32_t {
 std::string NameOf(ElementType type);
 // Return whether linear layers support this float type: float32 or float16.
 inline bool IsFloatType(ElementType type) { return type == ElementType::kFloat || type == ElementType::kFloat16; }
-// Return whether this is a type of quantized weights or biases: uint8, int8 or int32.
-inline bool IsCode(ElementType type) {
-  return type == ElementType::kUint8 || type == ElementType::kInt8 || type == ElementType::kInt32;
+inline bool IsAnyFloat(ElementType type) {
+  return IsFloatType(type) || type == ElementType::kDouble || type == ElementType::kBfloat16;
 }
+inline bool IsByte(ElementType type) { return type == ElementType::kUint8 || type == ElementType::kInt8; }
+// Return whether this is a type of quantized weights or biases: uint8, int8 or int32.
+inline bool IsCode(ElementType type) { return IsByte(type) || type == ElementType::kInt32; }
 
 using Shape = std::vector<int64_t>;
 

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <limits>
 
 #include "host/op_error.h"
+#include "match/ranges.h"
 #include "matmul/int8_weight.h"
 
 namespace ortolan::match {
@@ -19,8 +19,6 @@ constexpr int64_t kLargestSide = 1 << 28;  // kMaxDimension of formats
 constexpr int kMostSteps = 64;
 constexpr std::initializer_list<ElementType> kFloats = {kFloat, kFloat16, kBfloat16}, kBytes = {kInt8, kUint8};
 
-// Operators that move elements of the first input without changing them.
-constexpr std::string_view kMoves[] = {"Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"};
 // Other operators with weights of linear layers.
 constexpr std::pair<std::string_view, ReasonCode> kOthers[] = {{"Attention", kFusedQkv},
                                                                {"QAttention", kFusedInt8Qkv},
@@ -43,7 +41,7 @@ constexpr std::pair<std::string_view, ReasonCode> kOthers[] = {{"Attention", kFu
 
 template <typename List, typename Item>
 bool Contains(const List& list, const Item& item) {
-  return std::find(std::begin(list), std::end(list), item) != std::end(list);
+  return std::ranges::find(list, item) != std::end(list);
 }
 
 std::vector<Shape> OfColumns(int64_t n) { return {{}, {1}, {n}, {1, n}}; }
@@ -110,8 +108,8 @@ class Rule {
       SetFixedX(1, 2);
       SetFixedY(6, 7);
     } else {
-      const auto* const other = std::find_if(std::begin(kOthers), std::end(kOthers),
-                                             [&](const auto& one) { return one.first == node_.type(); });
+      const auto* const other =
+          std::ranges::find_if(kOthers, [&](const auto& one) { return one.first == node_.type(); });
       if (other == std::end(kOthers)) return std::nullopt;
       return NotLinear{&node_, {other->second, {}}, std::nullopt, true};
     }
@@ -146,7 +144,7 @@ class Rule {
 
  private:
   bool HoldsMatrix() const {
-    return std::any_of(node_.inputs().begin(), node_.inputs().end(), [&](Value value) {
+    return std::ranges::any_of(node_.inputs(), [&](Value value) {
       const std::optional<Constant> tensor = graph_.HeaderOf(value);
       return tensor && tensor->shape.size() >= 2;
     });
@@ -273,7 +271,7 @@ class Rule {
         return std::nullopt;
       }
       const auto is_known = [&](Value input) { return input == nullptr || graph_.IsConstantValue(input); };
-      if (!reason && std::all_of(maker->inputs().begin(), maker->inputs().end(), is_known)) {
+      if (!reason && std::ranges::all_of(maker->inputs(), is_known)) {
         const std::string& name = maker->name().empty() ? one->name : maker->name();
         reason = Reason{kNotComputed, {value->name, maker->type(), name}};
       }
@@ -285,8 +283,6 @@ class Rule {
   }
 
   // --- weights ------------------------------------------------------------------------------------------------------
-
-  static bool IsByte(ElementType type) { return Contains(kBytes, type); }
 
   void SetSize(int64_t rows, int64_t columns, bool transposed) {
     found_.k = transposed ? columns : rows;
@@ -407,7 +403,7 @@ class Rule {
     node_.ConstantHeader(3, "zero_points", {kUint8, found_.type}, shapes);
     if (found_.weight.bits == 8) return;
     const std::vector<float> zeros = node_.ConstantInput(3, "zero_points", kFloats).Floats();
-    const bool is_finite = std::all_of(zeros.begin(), zeros.end(), [](float zero) { return std::isfinite(zero); });
+    const bool is_finite = std::ranges::all_of(zeros, [](float zero) { return std::isfinite(zero); });
     Expect(is_finite, kZeroPointsNotFinite, node_.InputName(3));
   }
 
@@ -458,16 +454,10 @@ class Rule {
 
   // Return whether the inputs are a constant scale that kernels support, and a constant 8-bit zero point.
   bool HasRange(const Node& node, size_t scale, size_t zero) const {
-    const std::optional<Constant> tensor = graph_.HeaderOf(node.Input(scale));
-    if (!tensor || tensor->Count() != 1 || !Contains(kFloats, tensor->type)) return false;
-    const float value = graph_.ConstantOf(node.Input(scale))->Floats()[0];
-    using Limits = std::numeric_limits<float>;
-    if (!(value >= Limits::min() && value <= Limits::max() / 256)) return false;
-    // A view may replace the codes by floats.
-    const Value codes = node.StoredInput(0);
-    if (!node.Has(zero)) return codes != nullptr && IsByte(codes->type);
-    const std::optional<Constant> point = graph_.HeaderOf(node.Input(zero));
-    return point && point->Count() == 1 && IsByte(point->type);
+    const Value codes = node.StoredInput(0);  // a view may replace the codes by floats
+    const std::optional<FixedRange> range =
+        RangeAt(graph_, node, scale, zero, codes == nullptr ? kUndefined : codes->type);
+    return range && range->IsSupported();
   }
 
   // Read X and the weight of MatMulIntegerToFloat or QAttention, whose first inputs are the codes of both.
@@ -519,8 +509,8 @@ class Rule {
     Expect(tensor.shape.size() == 2, kCodesRank, tensor.name, tensor.shape.size());
     found_.n = tensor.shape[1];
     const Node* const dynamic = DynamicSource();
-    const Node* const source = dynamic != nullptr ? dynamic : FixedSource(node_.Input(0));
-    Expect(source != nullptr, kNoRange);
+    const Node* const source = dynamic != nullptr ? dynamic : MakerOfElements(graph_, node_.Input(0));
+    Expect(source != nullptr && (dynamic != nullptr || source->IsStandard("QuantizeLinear")), kNoRange);
     const Node* next = &NextOf(node_);
     if (next->type() == "Add") {
       Expect(dynamic == nullptr, kBiasOfSums);
@@ -545,16 +535,6 @@ class Rule {
       found_.x_zero_point = source->Input(2);
     }
     Quantized(1, std::nullopt, 3);
-  }
-
-  const Node* FixedSource(Value value) const {
-    for (int steps = 0; value != nullptr && steps < kMostSteps; ++steps) {
-      const Node* const maker = graph_.Maker(value);
-      if (maker == nullptr || maker->IsStandard("QuantizeLinear")) return maker;
-      if (!maker->IsStandard() || !Contains(kMoves, maker->type())) break;
-      value = maker->Input(0);
-    }
-    return nullptr;
   }
 
   // Return a zero point, 0 for null; nullopt if it is not a constant byte.

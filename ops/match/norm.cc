@@ -60,8 +60,8 @@ const Node* Next(const Graph& graph, const Node* node, const char* type) {
 
 bool IsOnlyReadBy(const Graph& graph, Value value, const std::vector<const Node*>& nodes) {
   const std::span<const Graph::Use> uses = graph.Uses(value);
-  return !graph.IsOutput(value) && std::all_of(uses.begin(), uses.end(), [&](const Graph::Use& use) {
-    return use.index >= 0 && std::find(nodes.begin(), nodes.end(), use.node) != nodes.end();
+  return !graph.IsOutput(value) && std::ranges::all_of(uses, [&](const Graph::Use& use) {
+    return use.index >= 0 && std::ranges::find(nodes, use.node) != nodes.end();
   });
 }
 
@@ -94,7 +94,7 @@ std::optional<Norm> Formula(const Graph& graph, const Node& mean) {
     norm.bias = Other(*plus, multiply->Output(0));
     norm.nodes.push_back(plus);
   }
-  std::sort(norm.nodes.begin(), norm.nodes.end(), [](auto* a, auto* b) { return a->index() < b->index(); });
+  std::ranges::sort(norm.nodes, [](auto* a, auto* b) { return a->index() < b->index(); });
   return norm;
 }
 
@@ -131,7 +131,7 @@ std::optional<SumNorm> FindSumNorm(const Graph& graph, const Node& first,
   const auto can_take = [&](const Node* node) { return may_take(*node); };
   const auto has_rows = [&, n = LengthOf(graph, norm->weight)](Value value) { return columns_of(value) == n; };
   const bool is_formula = norm->nodes.size() > 1;
-  if ((is_formula && !has_rows(x)) || !std::all_of(norm->nodes.begin(), norm->nodes.end(), can_take)) {
+  if ((is_formula && !has_rows(x)) || !std::ranges::all_of(norm->nodes, can_take)) {
     return std::nullopt;
   }
   SumNorm found{std::move(*norm), {x}, {}};
@@ -140,7 +140,7 @@ std::optional<SumNorm> FindSumNorm(const Graph& graph, const Node& first,
     const bool is_free = value == x ? IsOnlyReadBy(graph, x, found.norm.nodes) : graph.OnlyReader(value) != nullptr;
     const Node* const add = is_free ? graph.Maker(value) : nullptr;
     const bool fits = add != nullptr && add->IsStandard("Add") && may_take(*add) && has_rows(value) &&
-                      std::all_of(add->inputs().begin(), add->inputs().end(), has_rows);
+                      std::ranges::all_of(add->inputs(), has_rows);
     return fits ? add : nullptr;
   };
   while (found.operands.size() < kMostSumOperands) {

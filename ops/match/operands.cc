@@ -3,6 +3,7 @@
 #include <iterator>
 #include <utility>
 
+#include "attention/attention.h"
 #include "match/decomposed.h"
 
 namespace ortolan::match {
@@ -299,6 +300,11 @@ bool IsWholeSlice(const Dimensions& dims, const Node& node) {
 }
 
 double ScaleAttribute(const Node& node) { return node.Float("scale", 0); }
+
+double CheckedSoftcap(double softcap) {
+  if (softcap == 0 || (softcap >= kLeastSoftcap && softcap <= kMostSoftcap)) return softcap;
+  Refuse(ReasonCode::kSoftcap, softcap, double{kLeastSoftcap}, double{kMostSoftcap});
+}
 
 std::vector<const Node*> InGraphOrder(const NodeSet& nodes) {
   std::vector<const Node*> sorted(nodes.begin(), nodes.end());

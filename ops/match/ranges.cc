@@ -30,7 +30,7 @@ constexpr std::string_view kOfMasks[] = {"Add",     "Cast",  "Div",     "Expand"
                                          "Reshape", "Slice", "Squeeze", "Sub",    "Unsqueeze", "Where"};
 
 bool IsOneOf(const Node& node, Types types) {
-  return node.IsStandard() && std::find(types.begin(), types.end(), node.type()) != types.end();
+  return node.IsStandard() && std::ranges::find(types, node.type()) != types.end();
 }
 
 // Indices of the inputs that are a layer's scale and zero point, here those of its first input.
@@ -52,25 +52,21 @@ std::optional<RangeInputs> OutputRangeOf(const Node& node) {
   return std::nullopt;
 }
 
-bool IsInt8(ElementType type) { return type == ElementType::kUint8 || type == ElementType::kInt8; }
-
-// Return the float input of the QuantizeLinear whose codes a DequantizeLinear reads with the same range; null for other
-// values. The DequantizeLinear's output is negative only if the input is.
-Value Unrounded(const Graph& graph, Value value) {
-  const Node* node = graph.Maker(value);
-  if (node == nullptr || !node->IsStandard("DequantizeLinear") || !IsPlain(*node)) return nullptr;
-  const Node* const end = node;
-  for (size_t i = 0; i < kMostVisits; ++i) {
-    node = graph.Maker(node->Input(0));
-    if (node == nullptr || !IsOneOf(*node, kMoves)) break;
-  }
-  if (node == nullptr || !node->IsStandard("QuantizeLinear") || !IsPlain(*node)) return nullptr;
+// Return the QuantizeLinear whose codes a DequantizeLinear reads with the same range, perhaps after moves; or null.
+const Node* QuantizeBefore(const Graph& graph, const Node& dequantize) {
+  const Node* const node = MakerOfElements(graph, dequantize.Input(0));
+  if (node == nullptr || !node->IsStandard("QuantizeLinear") || !IsPlain(*node) || !IsPlain(dequantize)) return nullptr;
   const std::optional<FixedRange> range = RangeAt(graph, *node, 1, 2, ElementType::kUint8);
-  return range && RangeAt(graph, *end, 1, 2, range->type) == range ? node->Input(0) : nullptr;
+  return range && RangeAt(graph, dequantize, 1, 2, range->type) == range ? node : nullptr;
 }
 
-bool IsFloating(ElementType type) {
-  return IsFloatType(type) || type == ElementType::kDouble || type == ElementType::kBfloat16;
+// Return the float input of the QuantizeLinear before the DequantizeLinear that computes a value; null for other
+// values. The DequantizeLinear's output is negative only if the input is.
+Value Unrounded(const Graph& graph, Value value) {
+  const Node* const node = graph.Maker(value);
+  const bool ends = node != nullptr && node->IsStandard("DequantizeLinear");
+  const Node* const quantize = ends ? QuantizeBefore(graph, *node) : nullptr;
+  return quantize == nullptr ? nullptr : quantize->Input(0);
 }
 
 class Prover {
@@ -80,7 +76,7 @@ class Prover {
   bool IsAbove(Value value) {
     if (value == nullptr || left_-- == 0) return false;
     if (const std::optional<std::vector<double>> numbers = Numbers(value)) {
-      return std::all_of(numbers->begin(), numbers->end(), [](double number) { return number >= 0; });
+      return std::ranges::all_of(*numbers, [](double number) { return number >= 0; });
     }
     const Node* const node = graph_.Maker(value);
     if (node == nullptr || !node->IsStandard()) return false;
@@ -95,7 +91,7 @@ class Prover {
     if (node->type() == "Add" && IsOneMore(*node)) return true;
     const auto is_above = [this](Value input) { return IsAbove(input); };
     const std::vector<Value>& inputs = node->inputs();
-    if (node->type() == "Max") return std::any_of(inputs.begin(), inputs.end(), is_above);
+    if (node->type() == "Max") return std::ranges::any_of(inputs, is_above);
     if (IsOneOf(*node, kOfSigns)) {
       const std::ptrdiff_t first = node->type() == "Where" && !inputs.empty() ? 1 : 0;
       return std::all_of(inputs.begin() + first, inputs.end(), is_above);
@@ -109,12 +105,11 @@ class Prover {
       const Value one = Source(waiting.back());
       waiting.pop_back();
       const Node* const node = graph_.Maker(one);
-      const bool is_whole = (one->type != ElementType::kUndefined && !IsFloating(one->type)) ||
+      const bool is_whole = (one->type != ElementType::kUndefined && !IsAnyFloat(one->type)) ||
                             (node != nullptr && IsOneOf(*node, kTruthValues));
       if (is_whole || Numbers(one)) continue;
       if (visits > kMostVisits || node == nullptr || !IsOneOf(*node, kOfMasks)) return false;
-      std::copy_if(node->inputs().begin(), node->inputs().end(), std::back_inserter(waiting),
-                   [](Value input) { return input != nullptr; });
+      std::ranges::copy_if(node->inputs(), std::back_inserter(waiting), [](Value input) { return input != nullptr; });
     }
     return true;
   }
@@ -142,7 +137,7 @@ class Prover {
   template <typename Holds>
   bool AllOf(Value value, const Holds& holds) const {
     const std::optional<std::vector<double>> numbers = Numbers(value);
-    return numbers && std::all_of(numbers->begin(), numbers->end(), holds);
+    return numbers && std::ranges::all_of(*numbers, holds);
   }
 
   // Return whether a node adds about 1 to the output of Erf or Tanh, which is at least -1. The constant may be rounded.
@@ -162,9 +157,9 @@ class Prover {
 
 // Return whether MatMul, Gemm or Transpose reads the dequantized constant, so that it is a layer's weight.
 bool IsWeight(const Graph& graph, const QdqPair& pair) {
-  return std::any_of(pair.ends.begin(), pair.ends.end(), [&](const Node* end) {
+  return std::ranges::any_of(pair.ends, [&](const Node* end) {
     const std::span<const Graph::Use> uses = graph.Uses(end->Output(0));
-    return std::any_of(uses.begin(), uses.end(), [](const Graph::Use& use) {
+    return std::ranges::any_of(uses, [](const Graph::Use& use) {
       const std::string& type = use.node->type();
       return type == "MatMul" || type == "Gemm" || type == "Transpose";
     });
@@ -178,6 +173,30 @@ Bounds FixedRange::FromZero() const {
   return {0, static_cast<float>(std::min(255 * static_cast<double>(scale), kLargest))};
 }
 
+bool FixedRange::IsSupported() const {
+  using Limits = std::numeric_limits<float>;
+  // A scale times any code must stay finite.
+  return IsByte(type) && floats != ElementType::kDouble && scale >= Limits::min() && scale <= Limits::max() / 256;
+}
+
+const Node* MakerOfElements(const Graph& graph, Value value) {
+  const Node* node = graph.Maker(value);
+  for (size_t i = 0; node != nullptr && IsOneOf(*node, kMoves); ++i) {
+    node = i < kMostVisits ? graph.Maker(node->Input(0)) : nullptr;
+  }
+  return node;
+}
+
+std::optional<InputRange> FindInputRange(const Graph& graph, Value x) {
+  const Node* const node = MakerOfElements(graph, x);
+  if (node == nullptr || !node->IsStandard("DequantizeLinear")) return std::nullopt;
+  const std::optional<FixedRange> range = RangeAt(graph, *node, 1, 2, node->InputType(0));
+  if (!range || !range->IsSupported()) return std::nullopt;
+  const Node* const quantize = QuantizeBefore(graph, *node);
+  const bool is_next = quantize != nullptr && quantize->Output(0) == node->Input(0) && graph.Maker(x) == node;
+  return InputRange{*range, is_next ? quantize : nullptr};
+}
+
 bool IsPlain(const Node& node) {
   try {
     return node.Int("output_dtype", 0) == 0 && node.Int("precision", 0) == 0 && node.Int("block_size", 0) == 0;
@@ -189,12 +208,12 @@ bool IsPlain(const Node& node) {
 std::optional<FixedRange> RangeAt(const Graph& graph, const Node& node, size_t scale, size_t zero_point,
                                   ElementType kind) {
   const std::optional<Constant> scales = graph.ConstantOf(node.StoredInput(scale));
-  if (!scales || !IsFloating(scales->type) || scales->Count() != 1) return std::nullopt;
+  if (!scales || !IsAnyFloat(scales->type) || scales->Count() != 1) return std::nullopt;
   FixedRange range{static_cast<float>(scales->Numbers()->front()), 0, kind, scales->type};
   if (!(range.scale > 0) || std::isinf(range.scale)) return std::nullopt;
   if (node.StoredInput(zero_point) == nullptr) return range;
   const std::optional<Constant> zero = graph.ConstantOf(node.StoredInput(zero_point));
-  if (!zero || !IsInt8(zero->type) || zero->Count() != 1) return std::nullopt;
+  if (!zero || !IsByte(zero->type) || zero->Count() != 1) return std::nullopt;
   range.zero_point = static_cast<int>(zero->CodeAt(0));
   range.type = zero->type;
   return range;
@@ -205,7 +224,7 @@ std::optional<QdqPair> FindQdqPair(const Graph& graph, const Node& maker) {
   if (!inputs || maker.Output(0) == nullptr) return std::nullopt;
   const bool quantizes = maker.IsStandard("QuantizeLinear");
   const std::optional<Constant> zero = graph.ConstantOf(maker.StoredInput(inputs->zero_point));
-  if (zero && !IsInt8(zero->type)) return std::nullopt;
+  if (zero && !IsByte(zero->type)) return std::nullopt;
   const std::optional<FixedRange> range = RangeAt(graph, maker, inputs->scale, inputs->zero_point, ElementType::kUint8);
   Expect(range && IsPlain(maker) && maker.Has(0), ReasonCode::kNoFixedRange);
   QdqPair pair{&maker, quantizes ? maker.Input(0) : nullptr, {}, {}, {}, *range};
@@ -225,8 +244,8 @@ std::optional<QdqPair> FindQdqPair(const Graph& graph, const Node& maker) {
       } else {
         Expect(index == 0 && IsOneOf(*user, kMoves), ReasonCode::kCodesAreRead, Described(*user));
         pair.moves.push_back(user);
-        std::copy_if(user->outputs().begin(), user->outputs().end(), std::back_inserter(waiting),
-                     [](Value output) { return output != nullptr; });
+        std::ranges::copy_if(user->outputs(), std::back_inserter(waiting),
+                             [](Value output) { return output != nullptr; });
       }
     }
   }

@@ -27,6 +27,8 @@ struct FixedRange {
   bool BeginsAtZero() const { return zero_point == (type == ElementType::kInt8 ? -128 : 0); }
   // Return the values that a range that begins at 0 can represent.
   Bounds FromZero() const;
+  // Return whether kernels support the range: the type and the scale.
+  bool IsSupported() const;
 };
 
 // Return whether the attributes of a QuantizeLinear or DequantizeLinear have their defaults.
@@ -35,6 +37,19 @@ bool IsPlain(const Node& node);
 // positive scale. kind: type of the codes if there is no zero point.
 std::optional<FixedRange> RangeAt(const Graph& graph, const Node& node, size_t scale, size_t zero_point,
                                   ElementType kind);
+
+// Return the node that computes a value, or its elements before operators that only move them; null for other values.
+const Node* MakerOfElements(const Graph& graph, Value value);
+
+// The fixed range of a layer's input that a DequantizeLinear computes.
+struct InputRange {
+  FixedRange range;
+  // The QuantizeLinear directly before the DequantizeLinear, with the same range, or null. A layer that rounds its
+  // input to the range can read its float input.
+  const Node* quantize = nullptr;
+};
+// Return nullopt if the range is not fixed, or if kernels do not support it.
+std::optional<InputRange> FindInputRange(const Graph& graph, Value x);
 
 // Codes with a fixed range, and their consumers.
 struct QdqPair {

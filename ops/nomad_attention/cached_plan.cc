@@ -175,6 +175,7 @@ class CachedPlan::Running {
     args.q = call_.q.At(BatchOf(head), KvHeadOf(head) * args.heads, query);
     args.q_head_bytes = call_.q.head_bytes;
     args.scale = call_.scale;
+    args.softcap = call_.softcap;
     args.tokens = Tokens(head);
     if (form_.codebooks != nullptr) {
       args.key_codes = call_.key_cache.Bytes(head);

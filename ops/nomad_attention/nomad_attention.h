@@ -47,6 +47,7 @@ struct AttentionCall {
   int64_t keys = 0;
   int64_t head_dim = 0;
   float scale = 1.0f;
+  float softcap = 0.0f;
   bool causal = false;
   bool zero_hidden_rows = false;
   HeadRows q, k, v;

@@ -1,7 +1,7 @@
 // ORT adapter of NoMADAttention and PackedNoMADAttention. README.md lists inputs, outputs and attributes; op_cached.h
 // describes the cache.
 //
-//     Y = softmax(scale Q K^T + mask) V
+//     Y = softmax(capped(scale Q K^T) + mask) V,   capped(x) = softcap tanh(x / softcap), or x if softcap is 0
 //
 // Query head h reads key and value head h / (num_heads / kv_num_heads). causal: query i does not see keys after i + T -
 // S, so T >= S. any_order may select a float32 kernel.
@@ -47,6 +47,10 @@ class Kernel {
     call_.kv_heads = node_.kv_heads;
     call_.scale = FloatAttributeOr(info, "scale", 0);
     if (!std::isfinite(call_.scale)) throw node_.Error("scale is ", call_.scale, ", expected a finite value");
+    call_.softcap = FloatAttributeOr(info, "softcap", 0);
+    if (call_.softcap != 0 && !(call_.softcap >= kLeastSoftcap && call_.softcap <= kMostSoftcap)) {
+      throw node_.Error("softcap is ", call_.softcap, ", expected 0, or ", kLeastSoftcap, " to ", kMostSoftcap);
+    }
     call_.causal = node_.Flag(info, "causal");
     call_.zero_hidden_rows = node_.Flag(info, "zero_hidden_rows");
     const int64_t precision = IntAttributeOr(info, "precision", 32);

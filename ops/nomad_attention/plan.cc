@@ -37,6 +37,7 @@ void Decode(Host& host, const DecodeFunctions& kernel, const AttentionCall& call
         args.q = call.q.At(row.batch, row.kv_head * group, row.query);
         args.q_head_bytes = call.q.head_bytes;
         args.scale = call.scale;
+        args.softcap = call.softcap;
         args.tokens = call.keys;
         args.keys = call.k.At(row.batch, row.kv_head, 0);
         args.key_row_bytes = call.k.row_bytes;
@@ -124,6 +125,7 @@ AttentionArgs ArgsOf(const AttentionCall& call, int64_t batch, int64_t kv_head, 
     args.mask_key_stride = call.mask.strides[3];
   }
   args.scale = call.scale;
+  args.softcap = call.softcap;
   args.causal = call.causal;
   args.zero_hidden_rows = call.zero_hidden_rows;
   args.y = call.Y(batch, head, first);

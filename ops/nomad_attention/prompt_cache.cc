@@ -54,7 +54,8 @@ int64_t ScratchBytes(const PromptCache& cache, int64_t rows) {
 
 // Computes the partial result of a chunk for `rows` queries, 1 … kPromptRows, q [rows][head_dim].
 void AttendChunk(const PromptCache& cache, const SoftmaxFunctions& softmax, int64_t kv_head, int64_t chunk,
-                 const float* q, int64_t rows, float scale, const DecodePartial& partial, void* scratch) {
+                 const float* q, int64_t rows, float scale, float softcap, const DecodePartial& partial,
+                 void* scratch) {
   const MatMulKernel& kernel = KernelFor(rows);
   const int64_t width = cache.ChunkTokens();
   float* scores = reinterpret_cast<float*>(static_cast<char*>(scratch) + PackedBytes(kernel, cache, rows));
@@ -70,7 +71,7 @@ void AttendChunk(const PromptCache& cache, const SoftmaxFunctions& softmax, int6
   const int64_t tokens = cache.TokensIn(chunk);
   for (int64_t i = 0; i < rows; ++i) {
     float* row = scores + i * width;
-    softmax.weigh(row, tokens, scale * kLog2E, partial.max + i, partial.sum + i);
+    softmax.weigh(row, tokens, scale * kLog2E, softcap, partial.max + i, partial.sum + i);
     std::fill(row + tokens, row + width, 0.0f);
   }
   const BitmapWeight values = WeightOf(ValuesOf(cache, kv_head, chunk));
@@ -127,7 +128,8 @@ PromptPartials::PromptPartials(Host& host, const PromptCache& cache, const Softm
     const DecodePartial more{rest, rest + most, rest + 2 * most};
     const int64_t begin = cache.Chunks() * part / parts_, end = cache.Chunks() * (part + 1) / parts_;
     for (int64_t chunk = begin; chunk < end; ++chunk) {
-      AttendChunk(cache, softmax_, kv_head, chunk, q, count, call.scale, chunk == begin ? whole : more, scratch);
+      AttendChunk(cache, softmax_, kv_head, chunk, q, count, call.scale, call.softcap, chunk == begin ? whole : more,
+                  scratch);
       if (chunk != begin) softmax_.merge(count, head_dim, more, whole);
     }
   });

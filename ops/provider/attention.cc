@@ -30,8 +30,8 @@ bool AreAlike(const match::Attention& a, const match::Attention& b) {
     return same == other;
   };
   return a.heads == b.heads && a.kv_heads == b.kv_heads && a.head_dim == b.head_dim && a.scale == b.scale &&
-         a.causal == b.causal && a.zero_hidden_rows == b.zero_hidden_rows && a.layouts == b.layouts &&
-         a.output_layout == b.output_layout && a.nodes.size() == b.nodes.size() &&
+         a.softcap == b.softcap && a.causal == b.causal && a.zero_hidden_rows == b.zero_hidden_rows &&
+         a.layouts == b.layouts && a.output_layout == b.output_layout && a.nodes.size() == b.nodes.size() &&
          std::equal(a.masks.begin(), a.masks.end(), b.masks.begin(), b.masks.end(), is_alike);
 }
 

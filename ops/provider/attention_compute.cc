@@ -95,6 +95,7 @@ AttentionCompute::AttentionCompute(const Graph& graph, const Step& step, const N
   spec_.kv_heads = found.kv_heads;
   spec_.head_dim = found.head_dim;
   spec_.scale = static_cast<float>(found.scale);
+  spec_.softcap = static_cast<float>(found.softcap);
   spec_.causal = found.causal;
   spec_.zero_hidden_rows = found.zero_hidden_rows;
   spec_.is_precise = found.precise;
@@ -445,6 +446,7 @@ void AttentionCompute::Run(const OrtApi& ort, OrtKernelContext& context, Host& h
   attention.kv_heads = spec_.kv_heads;
   attention.head_dim = spec_.head_dim;
   attention.scale = spec_.scale;
+  attention.softcap = spec_.softcap;
   attention.causal = spec_.causal;
   attention.zero_hidden_rows = spec_.zero_hidden_rows;
   ReadInputs(call, attention);

@@ -43,6 +43,7 @@ struct AttentionSpec {
   std::array<std::span<const float>, 3> biases;  // of inputs; empty without a bias
   int64_t heads = 0, kv_heads = 0, head_dim = 0;
   float scale = 1;
+  float softcap = 0;
   bool causal = false, zero_hidden_rows = false;
   bool is_precise = false;  // as match::Attention::precise
   bool is_beside_cache = false;
@@ -76,6 +77,7 @@ void VisitAttention(Archive& archive, Spec& spec) {
   archive.Int(spec.kv_heads, 1, kMostHeads, "the number of key heads");
   archive.Int(spec.head_dim, 1, kMostHeadDim, "the width of a head");
   archive.Float(spec.scale, "the scale");
+  archive.Float(spec.softcap, "the softcap");
   archive.Flag(spec.causal);
   archive.Flag(spec.zero_hidden_rows);
   archive.Flag(spec.is_precise);

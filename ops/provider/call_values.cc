@@ -26,6 +26,15 @@ void ForEachChunk(Host& host, int64_t count, const Body& body) {
   });
 }
 
+// Return an output of this shape and its data.
+std::pair<OrtValue*, void*> Output(const OrtApi& ort, OrtKernelContext& context, size_t index, const Shape& shape) {
+  OrtValue* value = nullptr;
+  Check(ort, ort.KernelContext_GetOutput(&context, index, shape.data(), shape.size(), &value));
+  void* data = nullptr;
+  Check(ort, ort.GetTensorMutableData(value, &data));
+  return {value, data};
+}
+
 }  // namespace
 
 int64_t Product(int64_t a, int64_t b) {
@@ -61,10 +70,7 @@ FloatInput ReadFloats(const OrtApi& ort, const OrtKernelContext& context, size_t
 FloatOutput::FloatOutput(const OrtApi& ort, OrtKernelContext& context, size_t index, const Shape& shape,
                          CallMemory& memory)
     : host_(memory.host()) {
-  OrtValue* value = nullptr;
-  Check(ort, ort.KernelContext_GetOutput(&context, index, shape.data(), shape.size(), &value));
-  void* data = nullptr;
-  Check(ort, ort.GetTensorMutableData(value, &data));
+  const auto [value, data] = Output(ort, context, index, shape);
   if (ElementTypeOf(ort, *value) != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16) {
     data_ = static_cast<float*>(data);
     return;
@@ -82,11 +88,7 @@ void FloatOutput::Finish() const {
 }
 
 float* MakeOutput(const OrtApi& ort, OrtKernelContext& context, size_t index, const Shape& shape) {
-  OrtValue* value = nullptr;
-  Check(ort, ort.KernelContext_GetOutput(&context, index, shape.data(), shape.size(), &value));
-  void* data = nullptr;
-  Check(ort, ort.GetTensorMutableData(value, &data));
-  return static_cast<float*>(data);
+  return static_cast<float*>(Output(ort, context, index, shape).second);
 }
 
 size_t InputSlot(const Node& fused, Value value) {

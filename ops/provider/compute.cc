@@ -1,14 +1,15 @@
 #include "provider/compute.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
+#include "add_layer_norm/plan.h"
 #include "host/broadcast.h"
 #include "provider/attention_compute.h"
 #include "provider/call_values.h"
-#include "provider/io_slots.h"
 #include "provider/packed_layers.h"
-#include "provider/sum_norm_compute.h"
+#include "provider/record.h"
 
 namespace ortolan::provider {
 namespace {
@@ -19,159 +20,253 @@ void Clip(const Bounds& bounds, const float* from, int64_t count, float* to) {
                  [&](float number) { return std::min(std::max(number, bounds.least), bounds.most); });
 }
 
-void WriteBounds(ContextWriter& writer, const std::optional<Bounds>& bounds) {
-  writer.Flag(bounds.has_value());
-  if (!bounds) return;
-  writer.Float(bounds->least);
-  writer.Float(bounds->most);
+template <typename Archive, typename MaybeBounds>
+void VisitBounds(Archive& archive, MaybeBounds& bounds) {
+  archive.Optional(bounds, [&](auto& found) {
+    archive.Float(found.least);
+    archive.Float(found.most);
+    if (!(found.least <= found.most)) {
+      throw OpError(
+          ErrorText("clipping bounds are ", found.least, " and ", found.most, ", expected finite increasing values"));
+    }
+  });
 }
 
-std::optional<Bounds> ReadBounds(ContextReader& reader) {
-  if (!reader.Flag()) return std::nullopt;
-  Bounds bounds;
-  bounds.least = reader.Float();
-  bounds.most = reader.Float();
-  if (!(bounds.least <= bounds.most)) {
-    throw OpError(
-        ErrorText("clipping bounds are ", bounds.least, " and ", bounds.most, ", expected finite increasing values"));
+struct NormSpec {
+  float epsilon = 0;
+  std::span<const float> weight, bias;
+};
+
+template <typename Archive, typename Norm>
+void VisitNorm(Archive& archive, Norm& norm) {
+  archive.Float(norm.epsilon);
+  archive.Floats(norm.weight);
+  archive.Floats(norm.bias);
+}
+
+// Throws OpError if the norm, read from a record, does not fit rows of this length.
+LayerNormArgs ArgsOf(const NormSpec& norm, size_t columns) {
+  if (!(norm.epsilon >= 0) || std::isinf(norm.epsilon) || columns == 0 || norm.weight.size() != columns ||
+      norm.bias.size() != columns) {
+    throw OpError(ErrorText("a normalization has ", norm.weight.size(), " weights, ", norm.bias.size(),
+                            " bias values and epsilon ", norm.epsilon));
   }
-  return bounds;
+  LayerNormArgs args;
+  args.n = static_cast<int64_t>(columns);
+  args.weight = norm.weight.data();
+  args.bias = norm.bias.data();
+  args.epsilon = norm.epsilon;
+  return args;
 }
 
 // A step that one LinearPlan computes.
 class LinearCompute : public StepCompute {
  public:
-  LinearCompute(const Step& step, const Node& fused)
-      : node_(step.layers.front().Described()),
-        x_name_(step.X()->name),
-        x_(InputSlot(fused, step.X())),
-        y_(OutputSlot(fused, step.y)),
-        packed_(step.layers) {
-    if (step.residual != nullptr) residual_ = InputSlot(fused, step.residual);
-    LinearLayer layer = packed_.Linear();
-    layer.activation = step.activation;
-    if (step.IsGated()) layer.gated_columns = step.layers.front().Columns();
-    if (step.norm) {
-      own_norm_weight_ = step.norm->weight;
-      own_norm_bias_ = step.norm->bias;
-      SetNorm(layer, own_norm_weight_, own_norm_bias_, step.norm->epsilon);
-    }
-    x_bounds_ = step.layers.front().x_bounds;
-    y_bounds_ = step.y_bounds;
-    plan_.emplace(layer, ActiveFeatures());
+  LinearCompute(const Step& step, const Node& fused) {
+    const Layer& first = step.layers.front();
+    spec_.node = first.Described();
+    spec_.x_name = step.X()->name;
+    spec_.x = InputSlot(fused, step.X());
+    spec_.y = OutputSlot(fused, step.y);
+    if (step.residual != nullptr) spec_.residual = InputSlot(fused, step.residual);
+    spec_.packed.emplace(step.layers);
+    spec_.activation = step.activation;
+    if (step.IsGated()) spec_.gated_columns = first.Columns();
+    own_norm_ = step.norm;
+    if (own_norm_) spec_.norm = {own_norm_->epsilon, own_norm_->weight, own_norm_->bias};
+    spec_.x_bounds = first.x_bounds;
+    spec_.y_bounds = step.y_bounds;
+    MakePlan();
   }
 
   // Reads what Write has written after the step kind.
-  LinearCompute(ContextReader& reader, const IoSlots& slots)
-      : node_(reader.String()),
-        x_name_(reader.String()),
-        x_(slots.Input(reader)),
-        y_(slots.Output(reader)),
-        residual_(slots.InputOrNone(reader)),
-        packed_(reader) {
-    LinearLayer layer = packed_.Linear();
-    const int64_t activation = reader.Int(), gated = reader.Int(), n = layer.w->n;
-    if (!IsActivation(activation)) throw OpError(ErrorText("an activation is ", activation));
-    layer.activation = static_cast<Activation>(activation);
-    if (gated != 0 && (gated < 1 || gated > n || n != 2 * kPanelColumns * BitmapPanels(gated))) {
-      throw OpError(ErrorText("a step of ", n, " columns has ", gated, " gated columns"));
-    }
-    layer.gated_columns = gated;
-    if (reader.Flag()) {
-      const float epsilon = reader.Float();
-      const std::span<const float> weight = reader.Array<float>(), bias = reader.Array<float>();
-      const size_t columns = static_cast<size_t>(layer.Columns());
-      if (!(epsilon >= 0) || weight.size() != columns || bias.size() != columns) {
-        throw OpError(ErrorText("a normalization of ", columns, " columns has ", weight.size(), " weights, ",
-                                bias.size(), " bias values and epsilon ", epsilon));
-      }
-      SetNorm(layer, weight, bias, epsilon);
-    }
-    x_bounds_ = ReadBounds(reader);
-    y_bounds_ = ReadBounds(reader);
-    plan_.emplace(layer, ActiveFeatures());
+  LinearCompute(ContextReader& reader, const IoSlots& slots) {
+    RecordReader record(reader, slots);
+    Visit(record, spec_);
+    MakePlan();
   }
 
   void Write(ContextWriter& writer) const override {
-    const LinearLayer& layer = plan_->layer();
-    writer.Int(static_cast<int64_t>(StepKind::kLayers));
-    writer.String(node_);
-    writer.String(x_name_);
-    WriteSlot(writer, x_);
-    WriteSlot(writer, y_);
-    WriteSlot(writer, residual_);
-    packed_.Write(writer);
-    writer.Int(static_cast<int64_t>(layer.activation));
-    writer.Int(layer.gated_columns);
-    writer.Flag(layer.norm.has_value());
-    if (layer.norm) {
-      writer.Float(layer.norm->epsilon);
-      writer.Array(std::span(layer.norm->weight, static_cast<size_t>(layer.Columns())));
-      writer.Array(std::span(layer.norm->bias, static_cast<size_t>(layer.Columns())));
-    }
-    WriteBounds(writer, x_bounds_);
-    WriteBounds(writer, y_bounds_);
+    RecordWriter record(writer);
+    record.Int(static_cast<int64_t>(StepKind::kLayers));
+    Visit(record, spec_);
   }
 
-  OutputSlots Outputs() const override { return {y_}; }
+  OutputSlots Outputs() const override { return {spec_.y}; }
 
   void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const override {
-    if (!y_) return;
+    if (!spec_.y) return;
     CallMemory memory(host);
-    const FloatInput x = ReadFloats(ort, context, x_, memory);
+    const FloatInput x = ReadFloats(ort, context, spec_.x, memory);
     Shape shape = x.shape;
     LinearCall call;
-    call.m = plan_->CountRows(shape, node_, x_name_);
+    call.m = plan_->CountRows(shape, spec_.node, spec_.x_name);
     call.x = x.data;
-    call.bias = packed_.Bias();
-    if (x_bounds_) {
+    call.bias = spec_.packed->Bias();
+    if (spec_.x_bounds) {
       const int64_t count = CountOf(x.shape);
       float* const inside = memory.Floats(count);
-      Clip(*x_bounds_, x.data, count, inside);
+      Clip(*spec_.x_bounds, x.data, count, inside);
       call.x = inside;
     }
     shape.back() = plan_->layer().Columns();
-    if (residual_) return RunWithResidual(ort, context, memory, call, shape);
-    const FloatOutput y(ort, context, *y_, shape, memory);
+    if (spec_.residual) return RunWithResidual(ort, context, memory, call, shape);
+    const FloatOutput y(ort, context, *spec_.y, shape, memory);
     call.y = y.data();
     plan_->Run(host, call);
-    if (y_bounds_) Clip(*y_bounds_, call.y, call.m * shape.back(), call.y);
+    if (spec_.y_bounds) Clip(*spec_.y_bounds, call.y, call.m * shape.back(), call.y);
     y.Finish();
   }
 
  private:
-  static void SetNorm(LinearLayer& layer, std::span<const float> weight, std::span<const float> bias, float epsilon) {
-    LayerNormArgs& norm = layer.norm.emplace();
-    norm.epsilon = epsilon;
-    norm.weight = weight.data();
-    norm.bias = bias.data();
+  struct Spec {
+    std::string node, x_name;
+    size_t x = 0;
+    std::optional<size_t> y;  // nullopt if no node reads the output
+    std::optional<size_t> residual;
+    std::optional<PackedLayers> packed;
+    Activation activation = Activation::kNone;
+    int64_t gated_columns = 0;
+    std::optional<NormSpec> norm;
+    std::optional<Bounds> x_bounds, y_bounds;
+  };
+
+  template <typename Archive, typename AnySpec>
+  static void Visit(Archive& archive, AnySpec& spec) {
+    archive.String(spec.node);
+    archive.String(spec.x_name);
+    archive.Input(spec.x);
+    archive.Output(spec.y);
+    archive.Input(spec.residual);
+    archive.Object(spec.packed);
+    archive.Choice(spec.activation, static_cast<int64_t>(Activation::kSilu) + 1, "an activation");
+    archive.Int(spec.gated_columns);
+    archive.Optional(spec.norm, [&](auto& norm) { VisitNorm(archive, norm); });
+    VisitBounds(archive, spec.x_bounds);
+    VisitBounds(archive, spec.y_bounds);
+  }
+
+  void MakePlan() {
+    LinearLayer layer = spec_.packed->Linear();
+    const int64_t n = layer.w->n, gated = spec_.gated_columns;
+    if (gated != 0 && (gated < 1 || gated > n || n != 2 * kPanelColumns * BitmapPanels(gated))) {
+      throw OpError(ErrorText("a step of ", n, " columns has ", gated, " gated columns"));
+    }
+    layer.activation = spec_.activation;
+    layer.gated_columns = gated;
+    if (spec_.norm) layer.norm = ArgsOf(*spec_.norm, static_cast<size_t>(layer.Columns()));
+    plan_.emplace(layer, ActiveFeatures());
   }
 
   void RunWithResidual(const OrtApi& ort, OrtKernelContext& context, CallMemory& memory, LinearCall call,
                        const Shape& shape) const {
-    const FloatInput other = ReadFloats(ort, context, *residual_, memory);
+    const FloatInput other = ReadFloats(ort, context, *spec_.residual, memory);
     const std::optional<Shape> sum_shape = BroadcastShape(shape, other.shape);
-    const bool fits = sum_shape && (!plan_->layer().norm || sum_shape->back() == shape.back());
+    const bool fits = sum_shape && (!spec_.norm || sum_shape->back() == shape.back());
     if (!fits) {
-      throw OpError(ErrorText(node_, ": its residual has shape ", ShapeText(other.shape),
+      throw OpError(ErrorText(spec_.node, ": its residual has shape ", ShapeText(other.shape),
                               ", which does not broadcast to ", ShapeText(shape),
                               ". Feed the model inputs of the shapes it was exported for."));
     }
-    const FloatOutput y(ort, context, *y_, *sum_shape, memory);
+    const FloatOutput y(ort, context, *spec_.y, *sum_shape, memory);
     call.y = y.data();
     plan_->RunWithResidual(memory.host(), call, shape, {other.data, other.shape}, *sum_shape);
-    if (y_bounds_) Clip(*y_bounds_, call.y, CountOf(*sum_shape), call.y);
+    if (spec_.y_bounds) Clip(*spec_.y_bounds, call.y, CountOf(*sum_shape), call.y);
     y.Finish();
   }
 
-  std::string node_, x_name_;
-  size_t x_;
-  std::optional<size_t> y_;  // nullopt if no node reads the output
-  std::optional<size_t> residual_;
-  std::optional<Bounds> x_bounds_, y_bounds_;
-  PackedLayers packed_;
-  std::vector<float> own_norm_weight_, own_norm_bias_;  // empty if they belong to a file
-  std::optional<LinearPlan> plan_;                      // uses the weights and norm above
+  Spec spec_;
+  std::optional<Norm> own_norm_;    // empty if it belongs to a file
+  std::optional<LinearPlan> plan_;  // uses the weights and norm above
+};
+
+// A LayerNormalization that is not fused with a linear layer, computed by an AddLayerNormPlan.
+class SumNormCompute : public StepCompute {
+ public:
+  SumNormCompute(const Graph& graph, const SumNorm& norm, const Node& fused) : own_norm_(norm.norm) {
+    spec_.node = norm.norm.node->Described();
+    spec_.y = OutputSlot(fused, norm.y);
+    spec_.norm = {own_norm_.epsilon, own_norm_.weight, own_norm_.bias};
+    for (const Value value : norm.operands) {
+      Operand& operand = spec_.operands.emplace_back();
+      operand.name = ErrorText("'", value->name, "'");
+      if (const std::optional<Constant> constant = graph.ConstantOf(value)) {
+        operand.own = constant->Floats();
+        operand.values = {constant->shape, operand.own};
+      } else {
+        operand.slot = InputSlot(fused, value);
+      }
+    }
+    MakePlan();
+  }
+
+  // Reads what Write has written after the step kind.
+  SumNormCompute(ContextReader& reader, const IoSlots& slots) {
+    RecordReader record(reader, slots);
+    Visit(record, spec_);
+    MakePlan();
+  }
+
+  void Write(ContextWriter& writer) const override {
+    RecordWriter record(writer);
+    record.Int(static_cast<int64_t>(StepKind::kSumNorm));
+    Visit(record, spec_);
+  }
+
+  OutputSlots Outputs() const override { return {spec_.y}; }
+
+  void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const override {
+    if (!spec_.y) return;
+    CallMemory memory(host);
+    std::vector<SumOperand> operands;
+    for (const Operand& operand : spec_.operands) {
+      if (!operand.slot) {
+        operands.push_back({operand.name, operand.values.values.data(), operand.values.shape});
+        continue;
+      }
+      const FloatInput input = memory.AlignedInput(ReadFloats(ort, context, *operand.slot, memory));
+      operands.push_back({operand.name, input.data, input.shape});
+    }
+    const Shape shape = plan_->Shape(operands, spec_.node);
+    const FloatOutput y(ort, context, *spec_.y, shape, memory);
+    plan_->Run(host, operands, shape, y.data());
+    y.Finish();
+  }
+
+ private:
+  struct Operand {
+    std::string name;            // for error messages
+    std::optional<size_t> slot;  // nullopt for a constant
+    FloatTensor values;          // of the constant
+    std::vector<float> own;      // owner of `values`, unless they belong to a file
+  };
+  struct Spec {
+    std::string node;
+    std::optional<size_t> y;  // nullopt if no node reads the output
+    NormSpec norm;
+    std::vector<Operand> operands;
+  };
+
+  template <typename Archive, typename AnySpec>
+  static void Visit(Archive& archive, AnySpec& spec) {
+    archive.String(spec.node);
+    archive.Output(spec.y);
+    VisitNorm(archive, spec.norm);
+    archive.List(spec.operands, kMostSumOperands, "the number of operands of a normalization", [&](auto& operand) {
+      archive.String(operand.name);
+      archive.Input(operand.slot);
+      if (!operand.slot) archive.Tensor(operand.values, "an operand of a normalization");
+    });
+  }
+
+  void MakePlan() {
+    if (spec_.operands.empty()) throw OpError("a normalization has no operands");
+    plan_.emplace(ArgsOf(spec_.norm, spec_.norm.weight.size()), ActiveFeatures());
+  }
+
+  Spec spec_;
+  Norm own_norm_;                         // empty if it belongs to a file
+  std::optional<AddLayerNormPlan> plan_;  // uses the norm above
 };
 
 // A step that copies an input of the group to an output, with optional clipping.
@@ -181,14 +276,15 @@ class CopyCompute : public StepCompute {
       : x_(InputSlot(fused, copy.from)), y_(OutputSlot(fused, copy.to)), bounds_(copy.bounds) {}
 
   // Reads what Write has written after the step kind.
-  CopyCompute(ContextReader& reader, const IoSlots& slots)
-      : x_(slots.Input(reader)), y_(slots.Output(reader)), bounds_(ReadBounds(reader)) {}
+  CopyCompute(ContextReader& reader, const IoSlots& slots) {
+    RecordReader record(reader, slots);
+    Visit(record, *this);
+  }
 
   void Write(ContextWriter& writer) const override {
-    writer.Int(static_cast<int64_t>(StepKind::kCopy));
-    WriteSlot(writer, x_);
-    WriteSlot(writer, y_);
-    WriteBounds(writer, bounds_);
+    RecordWriter record(writer);
+    record.Int(static_cast<int64_t>(StepKind::kCopy));
+    Visit(record, *this);
   }
 
   OutputSlots Outputs() const override { return {y_}; }
@@ -206,17 +302,30 @@ class CopyCompute : public StepCompute {
   }
 
  private:
-  size_t x_;
+  template <typename Archive, typename Copied>
+  static void Visit(Archive& archive, Copied& step) {
+    archive.Input(step.x_);
+    archive.Output(step.y_);
+    VisitBounds(archive, step.bounds_);
+  }
+
+  size_t x_ = 0;
   std::optional<size_t> y_;  // nullopt if no node reads the output
   std::optional<Bounds> bounds_;
 };
 
 std::unique_ptr<StepCompute> ReadStep(ContextReader& reader, const IoSlots& slots) {
   const int64_t kind = reader.Int();
-  if (kind == static_cast<int64_t>(StepKind::kLayers)) return std::make_unique<LinearCompute>(reader, slots);
-  if (kind == static_cast<int64_t>(StepKind::kAttention)) return std::make_unique<AttentionCompute>(reader, slots);
-  if (kind == static_cast<int64_t>(StepKind::kCopy)) return std::make_unique<CopyCompute>(reader, slots);
-  if (kind == static_cast<int64_t>(StepKind::kSumNorm)) return std::make_unique<SumNormCompute>(reader, slots);
+  switch (static_cast<StepKind>(kind)) {
+    case StepKind::kLayers:
+      return std::make_unique<LinearCompute>(reader, slots);
+    case StepKind::kAttention:
+      return std::make_unique<AttentionCompute>(reader, slots);
+    case StepKind::kCopy:
+      return std::make_unique<CopyCompute>(reader, slots);
+    case StepKind::kSumNorm:
+      return std::make_unique<SumNormCompute>(reader, slots);
+  }
   throw OpError(ErrorText("a step has kind ", kind, ", expected 0 to 3"));
 }
 
@@ -252,7 +361,7 @@ GroupCompute::GroupCompute(const HostApi& host, std::shared_ptr<const ContextFil
                            const Node& node, const Node& fused)
     : GroupCompute(host) {
   file_ = std::move(file);
-  const IoSlots slots(node, fused);
+  const IoSlots slots{node, fused};
   ContextReader reader = file_->Group(name);
   std::vector<bool> is_made(fused.outputs().size());
   const int64_t count = reader.Int();
@@ -266,7 +375,7 @@ GroupCompute::GroupCompute(const HostApi& host, std::shared_ptr<const ContextFil
     steps_.push_back(std::move(step));
   }
   reader.End();
-  if (std::find(is_made.begin(), is_made.end(), false) != is_made.end()) {
+  if (std::ranges::find(is_made, false) != is_made.end()) {
     throw OpError(ErrorText("its ", count, " steps do not compute all of its ", is_made.size(), " outputs"));
   }
 }

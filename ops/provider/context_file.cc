@@ -150,7 +150,7 @@ template <typename Put>
 void ContextWriter::ForEachPiece(const Put& put) const {
   std::vector<uint8_t> records = Records();
   Header header{};
-  std::copy(std::begin(kMagic), std::end(kMagic), header.magic);
+  std::ranges::copy(kMagic, header.magic);
   header.format = kContextFormat;
   header.record_bytes = SizeOf(records);
   header.id = Id();
@@ -265,7 +265,7 @@ void ContextFile::ReadHeader(std::span<const uint8_t> bytes, const std::string& 
   Header header{};
   if (bytes.size() < sizeof(header)) throw OpError(ErrorText("it holds ", bytes.size(), " bytes, fewer than a header"));
   std::memcpy(&header, bytes.data(), sizeof(header));
-  if (!std::equal(std::begin(kMagic), std::end(kMagic), header.magic)) {
+  if (!std::ranges::equal(kMagic, header.magic)) {
     throw OpError("it does not begin with the header of a compiled model's file");
   }
   // The version comes from an untrusted file and is printed, so replace unusual characters.
@@ -324,7 +324,7 @@ std::shared_ptr<const ContextFile> ContextFile::Map(const std::string& path) {
 
 std::shared_ptr<const ContextFile> ContextFile::Take(std::span<const uint8_t> bytes, const std::string& what) {
   LineBytes own(SizeOf(bytes));
-  std::copy(bytes.begin(), bytes.end(), own.data());
+  std::ranges::copy(bytes, own.data());
   return std::make_shared<const TakenFile>(std::move(own), what);
 }
 

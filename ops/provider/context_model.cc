@@ -78,16 +78,10 @@ void CheckPath(const std::filesystem::path& path) {
   if (!stays) throw OpError(ErrorText("its file is '", path.string(), "', expected a file in the model's folder"));
 }
 
-std::vector<std::string> NamesOf(const std::vector<Value>& values) {
-  std::vector<std::string> names;
-  for (const Value value : values) names.push_back(value == nullptr ? "" : value->name);
+std::vector<const char*> NamesOf(const std::vector<Value>& values) {
+  std::vector<const char*> names;
+  for (const Value value : values) names.push_back(value == nullptr ? "" : value->name.c_str());
   return names;
-}
-
-std::vector<const char*> Pointers(const std::vector<std::string>& names) {
-  std::vector<const char*> pointers;
-  for (const std::string& name : names) pointers.push_back(name.c_str());
-  return pointers;
 }
 
 class Attributes {
@@ -143,13 +137,12 @@ OrtNode* ContextModel::MakeNode(const Node& fused, const std::string& content, u
   attributes.String("partition_name", fused.name());
   attributes.String("source", kProviderName);
   attributes.String("notes", IdText(id));
-  const std::vector<std::string> inputs = NamesOf(fused.inputs()), outputs = NamesOf(fused.outputs());
-  const std::vector<const char*> input_names = Pointers(inputs), output_names = Pointers(outputs);
+  const std::vector<const char*> inputs = NamesOf(fused.inputs()), outputs = NamesOf(fused.outputs());
   OrtNode* node = nullptr;
   // ONNX Runtime matches the new node to the fused node by name.
-  Check(ort, ort.GetModelEditorApi()->CreateNode(kOperator, kDomain, fused.name().c_str(), input_names.data(),
-                                                 input_names.size(), output_names.data(), output_names.size(),
-                                                 attributes.all().data(), attributes.all().size(), &node));
+  Check(ort, ort.GetModelEditorApi()->CreateNode(kOperator, kDomain, fused.name().c_str(), inputs.data(), inputs.size(),
+                                                 outputs.data(), outputs.size(), attributes.all().data(),
+                                                 attributes.all().size(), &node));
   return node;
 }
 

@@ -51,7 +51,7 @@ std::string SumNorm::Described() const {
 std::optional<SumNorm> FindSumNorm(const Graph& graph, const Node& node, const std::set<const Node*>& taken) {
   const auto columns_of = [](Value value) -> std::optional<int64_t> {
     const std::optional<Shape> shape = value == nullptr ? std::nullopt : DeclaredShape(value);
-    const bool has_rows = shape && !shape->empty() && std::find(shape->begin(), shape->end(), 0) == shape->end();
+    const bool has_rows = shape && !shape->empty() && std::ranges::find(*shape, 0) == shape->end();
     return has_rows ? std::optional(shape->back()) : std::nullopt;
   };
   std::optional<match::SumNorm> found =

@@ -44,8 +44,8 @@ std::vector<match::Attention> AttentionsOf(const Graph& graph, Claims& claims) {
   for (const auto& [node, reason] : refused) {
     if (decided.insert(node).second) claims.left.emplace_back(node, reason.Text());
   }
-  std::sort(found.begin(), found.end(),
-            [](const match::Attention& a, const match::Attention& b) { return a.node->index() < b.node->index(); });
+  std::ranges::sort(
+      found, [](const match::Attention& a, const match::Attention& b) { return a.node->index() < b.node->index(); });
   return found;
 }
 
@@ -143,7 +143,7 @@ void ExecutionProvider::Tell(const Claims& claims, const std::string& why_not) c
       if (step.layers.empty()) add(&step.First(), step.attention->Described());
     }
   }
-  std::sort(lines.begin(), lines.end(), [](const Line& a, const Line& b) { return a.node->index() < b.node->index(); });
+  std::ranges::sort(lines, [](const Line& a, const Line& b) { return a.node->index() < b.node->index(); });
   for (const Line& line : lines) {
     if (line.is_taken) {
       claims_.Takes(*line.node, line.text);
@@ -169,7 +169,7 @@ void ExecutionProvider::CompileAll(std::span<const OrtGraph* const> graphs, std:
   for (size_t i = 0; i < graphs.size(); ++i) made.push_back(CompileGraph(*graphs[i], *fused[i]));
   if (options_.context.enabled) {
     const std::vector<OrtNode*> nodes = context_.Write(made, fused, PathOf(*graphs.front()));
-    std::copy(nodes.begin(), nodes.end(), context_nodes);
+    std::ranges::copy(nodes, context_nodes);
   }
   for (size_t i = 0; i < made.size(); ++i) computes[i] = made[i].release();
   has_compiled_ = true;

@@ -66,8 +66,7 @@ class SessionEntries {
  private:
   static std::string Prefix() {
     std::string prefix = std::string("ep.") + kProviderName + ".";
-    std::transform(prefix.begin(), prefix.end(), prefix.begin(),
-                   [](char c) { return 'A' <= c && c <= 'Z' ? c + 32 : c; });
+    std::ranges::transform(prefix, prefix.begin(), [](char c) { return 'A' <= c && c <= 'Z' ? c + 32 : c; });
     return prefix;
   }
 
@@ -168,8 +167,7 @@ ProviderOptions ReadOptions(const HostApi& host, const SessionEntries& entries) 
     throw OpError(
         ErrorText("the provider's option ", kClaims, " is '", claims, "', expected '", kFaster, "' or '", kAll, "'"));
   }
-  const auto known = std::find_if(std::begin(kPrecisions), std::end(kPrecisions),
-                                  [&](const auto& one) { return precision == one.first; });
+  const auto known = std::ranges::find_if(kPrecisions, [&](const auto& one) { return precision == one.first; });
   if (known == std::end(kPrecisions)) {
     throw OpError(
         ErrorText("the provider's option ", kPrecision, " is '", precision, "', expected 'float32', 'bf16' or 'int8'"));

@@ -11,7 +11,7 @@ constexpr const char* kActivationNames[] = {"", "relu", "gelu", "gelu by tanh", 
 
 template <typename List>
 bool Contains(const List& list, const Node* node) {
-  return std::find(list.begin(), list.end(), node) != list.end();
+  return std::ranges::find(list, node) != list.end();
 }
 
 void AddNodes(const Layer& layer, std::vector<const Node*>& nodes) {
@@ -68,12 +68,11 @@ class Finder {
       const auto is_read_outside = [&](Value value) {
         const auto is_outside = [&](const Graph::Use& use) { return use.index < 0 || inside.count(use.node) == 0; };
         const std::span<const Graph::Use> uses = graph_.Uses(value);
-        return graph_.IsOutput(value) || std::any_of(uses.begin(), uses.end(), is_outside);
+        return graph_.IsOutput(value) || std::ranges::any_of(uses, is_outside);
       };
       const auto is_seen = [&](const Node* node) {
         const std::vector<Value>& values = node->outputs();
-        return std::any_of(values.begin(), values.end(),
-                           [&](Value value) { return value != nullptr && is_read_outside(value); });
+        return std::ranges::any_of(values, [&](Value value) { return value != nullptr && is_read_outside(value); });
       };
       const auto last = std::remove_if(layers_.begin(), layers_.end(), [&](const Layer& layer) {
         if (!std::any_of(layer.nodes.begin(), layer.nodes.end() - 1, is_seen) &&
@@ -116,8 +115,7 @@ class Finder {
       steps_.push_back(LayerStep(layers_[i]));
     }
     // Process steps in graph order, so that the sum of two layers' outputs is fused with the first layer.
-    std::sort(steps_.begin(), steps_.end(),
-              [](const Step& a, const Step& b) { return a.First().index() < b.First().index(); });
+    std::ranges::sort(steps_, [](const Step& a, const Step& b) { return a.First().index() < b.First().index(); });
   }
 
   Step LayerStep(const Layer& layer) const {
@@ -143,8 +141,7 @@ class Finder {
       Expect(problem.empty(), problem);
     }
     const auto is_taken = [&](const Node* one) { return taken_.count(one) != 0; };
-    Expect(std::none_of(found.nodes.begin(), found.nodes.end(), is_taken),
-           "some of its nodes belong to another attention");
+    Expect(std::ranges::none_of(found.nodes, is_taken), "some of its nodes belong to another attention");
     // Keep other layers from fusing an addition inside this attention as their residual.
     taken_.insert(found.nodes.begin(), found.nodes.end());
     step.y = found.output;
@@ -169,9 +166,9 @@ class Finder {
     for (size_t role = 0; role < 3; ++role) {
       const Value y = attention.inputs[role];
       const std::span<const Graph::Use> uses = graph_.Uses(y);
-      const auto layer = std::find_if(layers_.begin(), layers_.end(), [&](const Layer& one) { return one.y == y; });
+      const auto layer = std::ranges::find_if(layers_, [&](const Layer& one) { return one.y == y; });
       if (layer == layers_.end() || attention.layouts[role] != match::Layout::kByRows || graph_.IsOutput(y) ||
-          !std::all_of(uses.begin(), uses.end(), is_inside)) {
+          !std::ranges::all_of(uses, is_inside)) {
         return {};
       }
       found.push_back(static_cast<size_t>(layer - layers_.begin()));
@@ -179,7 +176,7 @@ class Finder {
       const bool is_alike = layer->x == first.x && layer->quantize == first.quantize && !layer->x_bounds &&
                             layer->Columns() == attention.heads * attention.head_dim &&
                             (attention.biases[role].empty() || layer->bias.empty());
-      const bool is_free = !is_used[found.back()] && std::count(found.begin(), found.end(), found.back()) == 1;
+      const bool is_free = !is_used[found.back()] && std::ranges::count(found, found.back()) == 1;
       if (!is_alike || !is_free || DeclaredShape(layer->x).value_or(Shape{}).size() != 3) return {};
     }
     return found;
@@ -239,7 +236,7 @@ class Finder {
   // Return whether an output has consumers. A fused node without outputs would be invalid in a compiled model.
   bool IsRead(const Group& group) const {
     const auto is_read = [&](Value value) { return graph_.IsOutput(value) || !graph_.Uses(value).empty(); };
-    return std::any_of(group.steps.begin(), group.steps.end(), [&](const Step& step) {
+    return std::ranges::any_of(group.steps, [&](const Step& step) {
       const match::KvCache* const cache = step.attention && step.attention->cache ? &*step.attention->cache : nullptr;
       return is_read(step.y) || (cache != nullptr && (is_read(cache->present_key) || is_read(cache->present_value)));
     });
@@ -247,11 +244,10 @@ class Finder {
 
   // Return whether an attention reads an output of its own group, for example as a mask.
   bool ReadsItself(const Group& group) const {
-    return std::any_of(group.steps.begin(), group.steps.end(), [&](const Step& step) {
+    return std::ranges::any_of(group.steps, [&](const Step& step) {
       const std::vector<Value> read =
           step.attention ? step.attention->Reads(!step.layers.empty()) : std::vector<Value>{};
-      return std::any_of(read.begin(), read.end(),
-                         [&](Value value) { return Contains(group.nodes, graph_.Maker(value)); });
+      return std::ranges::any_of(read, [&](Value value) { return Contains(group.nodes, graph_.Maker(value)); });
     });
   }
 
@@ -313,7 +309,7 @@ class Finder {
   void TakeResidualAndNorm(Step& step, Group& group) {
     const auto take = [&](const std::vector<const Node*>& nodes) {
       const auto is_taken = [&](const Node* node) { return taken_.count(node) != 0; };
-      if (std::any_of(nodes.begin(), nodes.end(), is_taken) || nodes.back()->Output(0) == nullptr) return false;
+      if (std::ranges::any_of(nodes, is_taken) || nodes.back()->Output(0) == nullptr) return false;
       const size_t before = group.nodes.size();
       group.nodes.insert(group.nodes.end(), nodes.begin(), nodes.end());
       if (!graph_.CanBeOne(group.nodes, ReadersOfRoundings(group))) {
@@ -362,9 +358,9 @@ bool HasIntegers(const Layer& layer) {
 }
 
 bool HasIntegers(const Claims& claims) {
-  return std::any_of(claims.groups.begin(), claims.groups.end(), [](const Group& group) {
-    return std::any_of(group.steps.begin(), group.steps.end(), [](const Step& step) {
-      return std::any_of(step.layers.begin(), step.layers.end(), [](const Layer& layer) { return HasIntegers(layer); });
+  return std::ranges::any_of(claims.groups, [](const Group& group) {
+    return std::ranges::any_of(group.steps, [](const Step& step) {
+      return std::ranges::any_of(step.layers, [](const Layer& layer) { return HasIntegers(layer); });
     });
   });
 }

@@ -98,6 +98,45 @@ NBitsWeight ReadBlocks(const Graph& graph, const Linear& linear) {
   return w;
 }
 
+// Read the 4-bit weight of a DequantizeLinear. `codes` gets its integers in the layout of MatMulNBits.
+NBitsWeight ReadInt4(const Graph& graph, const Linear& linear, std::vector<uint8_t>& codes) {
+  const match::LayerWeight& stored = linear.weight;
+  const int64_t k = linear.k, n = linear.n;
+  const bool has_blocks = stored.block_size != 0 && stored.block_size < k;
+  NBitsWeight w{k, n, 4, has_blocks ? stored.block_size : k + k % 2, nullptr, {}, {}};
+  const std::string size_problem = WhyNotSizes(w.k, w.n, w.bits, w.block_size);
+  Expect(size_problem.empty(), size_problem);
+  const Constant tensor = Read(graph, stored.codes), scales = Read(graph, stored.scales.front());
+  // Codes of int4, -8 … 7, become 0 … 15.
+  const auto code_at = [flip = tensor.type == ElementType::kInt4 ? 8 : 0](const Constant& one, int64_t index) {
+    return (static_cast<const uint8_t*>(one.data)[index / 2] >> index % 2 * 4 & 0xf) ^ flip;
+  };
+  codes.resize(static_cast<size_t>(n * w.ColumnBytes()));
+  for (int64_t j = 0; j < n; ++j) {
+    uint8_t* const column = codes.data() + j * w.ColumnBytes();
+    for (int64_t l = 0; l < k; ++l) {
+      const int code = code_at(tensor, stored.transposed ? j * k + l : l * n + j);
+      column[l / 2] = static_cast<uint8_t>(column[l / 2] | code << l % 2 * 4);
+    }
+  }
+  w.codes = codes.data();
+  const std::vector<float> floats = scales.Floats();
+  const std::optional<Constant> zeros =
+      stored.zero_points == nullptr ? std::nullopt : std::optional(Read(graph, stored.zero_points));
+  for (int64_t j = 0; j < n; ++j) {
+    for (int64_t block = 0; block < w.Blocks(); ++block) {
+      const int64_t of_column = stored.transposed ? j * w.Blocks() + block : block * n + j;
+      const int64_t index = floats.size() == 1 ? 0 : of_column;
+      w.scales.push_back(floats[static_cast<size_t>(index)]);
+      if (zeros) w.zero_points.push_back(static_cast<float>(code_at(*zeros, index)));
+    }
+  }
+  if (!zeros && tensor.type == ElementType::kUint4) w.zero_points.resize(w.scales.size());
+  const std::string problem = NBitsGroups::WhyNot(w);
+  Expect(problem.empty(), problem);
+  return w;
+}
+
 Int8Weight ReadInt8(const Graph& graph, const Linear& linear) {
   const Constant codes = Read(graph, linear.weight.codes);
   Int8Weight w;
@@ -173,8 +212,6 @@ namespace {
 Layer LayerOf(const Graph& graph, const QdqPairs& roundings, const Linear& linear, const LayerRules& rules) {
   const WeightForm form = linear.weight.form;
   if (linear.weight.why_not_kept) throw UnfitError(*linear.weight.why_not_kept);
-  Expect(form != WeightForm::kInt4,
-         "its weight is a DequantizeLinear of 4-bit integers; `ortolan optimize` keeps them");
   Layer layer;
   layer.nodes = linear.nodes;
   layer.nodes.insert(layer.nodes.end() - 1, linear.scale_nodes.begin(), linear.scale_nodes.end());
@@ -197,6 +234,10 @@ Layer LayerOf(const Graph& graph, const QdqPairs& roundings, const Linear& linea
   layer.bias = ReadBias(graph, linear);
   if (form == WeightForm::kBlocks) {
     layer.weight = ReadBlocks(graph, linear);
+  } else if (form == WeightForm::kInt4) {
+    const auto codes = std::make_shared<std::vector<uint8_t>>();
+    layer.weight = ReadInt4(graph, linear, *codes);
+    layer.own_codes = codes;
   } else if (form == WeightForm::kFloat) {
     layer.weight = ReadFloats(graph, linear, rules.precision);
   } else {

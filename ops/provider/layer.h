@@ -1,6 +1,7 @@
 // A linear layer of a model, Y = X W + bias: one or more nodes.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <variant>
@@ -42,7 +43,8 @@ struct Layer {
   Value x = nullptr;  // float
   Value y = nullptr;  // float
   StoredWeight weight;
-  std::vector<float> bias;         // [n], or empty
+  std::shared_ptr<const std::vector<uint8_t>> own_codes;  // of the weight, unless the graph owns them
+  std::vector<float> bias;                                // [n], or empty
   bool is_static = false;          // from a model with fixed ranges: a group of such layers may include QDQ pairs
   std::optional<Bounds> x_bounds;  // bounds that clip X
   bool is_inside = false;          // its node also computes the attention: Attention or QAttention
@@ -55,7 +57,7 @@ struct Layer {
 };
 
 // Return nullopt if the node is not a known kind of layer. Throws UnfitError, with the reason, for unsupported nodes of
-// a known kind. The graph owns the stored weights.
+// a known kind. The graph owns stored weights that the layer does not own.
 std::optional<Layer> ReadLayer(const Graph& graph, const QdqPairs& roundings, const Node& node,
                                const LayerRules& rules);
 // Return the query, key and value layers that an attention contains; none if they stay float. Throws UnfitError.

@@ -143,10 +143,10 @@ OrtModelGraph::OrtModelGraph(const HostApi& host, const OrtGraph& graph, const O
   };
   is_branch_ = parent != nullptr || around != nullptr;
   if (!is_branch_ && host.version < kTellsOfParents) {
-    is_branch_ = inputs.empty() || std::any_of(nodes.begin(), nodes.end(), [&](const OrtNode* node) {
+    is_branch_ = inputs.empty() || std::ranges::any_of(nodes, [&](const OrtNode* node) {
                    const std::vector<const OrtValueInfo*> read =
                        List<OrtValueInfo>(ort, node, ort.Node_GetNumInputs, ort.Node_GetInputs);
-                   return std::any_of(read.begin(), read.end(), is_outside);
+                   return std::ranges::any_of(read, is_outside);
                  });
   }
   for (const OrtValueInfo* const value : inputs) AddValue(value);

@@ -1,8 +1,8 @@
 // Packed weights of linear layers of one kind that read the same X, concatenated by columns.
 #pragma once
 
-#include <optional>
 #include <span>
+#include <variant>
 #include <vector>
 
 #include "provider/context_file.h"
@@ -30,10 +30,8 @@ class PackedLayers {
  private:
   void Pack(std::span<const Layer> layers);
 
-  std::optional<NBitsGroups> groups_;
-  std::optional<Int8Columns> columns_;
-  std::optional<BlockColumns> blocks_;
-  std::optional<Bf16Columns> bf16_columns_;
+  // A record has the index of the kind, without the first one.
+  std::variant<std::monostate, NBitsGroups, Int8Columns, Bf16Columns, BlockColumns> packed_;
   std::vector<float> own_bias_;
   std::span<const float> bias_;  // points to own_bias_ or into a file
 };

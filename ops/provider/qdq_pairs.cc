@@ -18,8 +18,7 @@ constexpr size_t kMostVisits = 64;
 
 template <typename Types>
 bool IsOneOf(const Node& node, const Types& types) {
-  return node.IsStandard() &&
-         std::any_of(std::begin(types), std::end(types), [&](const char* type) { return node.type() == type; });
+  return node.IsStandard() && std::ranges::any_of(types, [&](const char* type) { return node.type() == type; });
 }
 
 }  // namespace
@@ -172,7 +171,7 @@ struct QdqPairs::Groups {
 
 bool QdqPairs::Groups::HangOnEachOther(const Graph& graph) const {
   const auto has_copies = [](const Group& group) { return !group.copies.empty(); };
-  if (std::none_of(claims.groups.begin(), claims.groups.end(), has_copies)) return false;
+  if (std::ranges::none_of(claims.groups, has_copies)) return false;
   const std::deque<Node>& nodes = graph.nodes();
   const size_t group_count = claims.groups.size();
   const auto part_of = [&](const Node& node) {
@@ -212,14 +211,13 @@ namespace {
 
 template <typename Holds>
 bool AnyLayer(const Group& group, const Holds& holds) {
-  return std::any_of(group.steps.begin(), group.steps.end(),
-                     [&](const Step& step) { return std::any_of(step.layers.begin(), step.layers.end(), holds); });
+  return std::ranges::any_of(group.steps, [&](const Step& step) { return std::ranges::any_of(step.layers, holds); });
 }
 
 // Attention that is computed alone may include pairs too: an optimized file has none.
 bool IsStatic(const Group& group) {
   return AnyLayer(group, [](const Layer& layer) { return layer.is_static; }) ||
-         std::any_of(group.steps.begin(), group.steps.end(), [](const Step& step) { return step.layers.empty(); });
+         std::ranges::any_of(group.steps, [](const Step& step) { return step.layers.empty(); });
 }
 
 // Return whether a layer of the group reads the pair's quantized value as X.
@@ -236,10 +234,10 @@ bool IsInput(const Group& group, const QdqPair& rounding, const Graph::Use& use)
 
 // Return whether the group reads the value at run time.
 bool ReadsAtRunTime(const Group& group, Value value) {
-  return std::any_of(group.steps.begin(), group.steps.end(), [&](const Step& step) {
+  return std::ranges::any_of(group.steps, [&](const Step& step) {
     if (step.residual == value || (!step.layers.empty() && step.X() == value)) return true;
     const std::vector<Value> read = step.attention ? step.attention->Reads(!step.layers.empty()) : std::vector<Value>{};
-    return std::find(read.begin(), read.end(), value) != read.end();
+    return std::ranges::find(read, value) != read.end();
   });
 }
 
@@ -293,12 +291,12 @@ bool QdqPairs::PlaceInFront(const Graph& graph, const QdqPair& rounding, Groups&
   if (!outside.empty()) {
     const Node* const maker = graph.Maker(rounding.Source());
     const bool is_made_inside = maker != nullptr && groups.Of(maker) == group;
-    const bool are_floats = std::find(outside.begin(), outside.end(), nullptr) == outside.end();
+    const bool are_floats = std::ranges::find(outside, nullptr) == outside.end();
     if (!IsInputOf(*group, rounding) || is_made_inside || !are_floats) return false;
   }
   groups.Add(*group, rounding);
   for (const Node* const end : rounding.ends) {
-    if (std::find(outside.begin(), outside.end(), end) == outside.end()) continue;
+    if (std::ranges::find(outside, end) == outside.end()) continue;
     Copy& copy = group->copies.emplace_back();
     copy.from = graph.Seen(rounding.floats);
     copy.to = end->Output(0);
@@ -322,7 +320,7 @@ bool QdqPairs::IsRoundedAgain(const Graph& graph, const QdqPair& rounding, const
     const auto is_rounded = [&](const QdqPair& other) {
       return other.floats == waiting[i] && groups.Of(other.maker) == nullptr;
     };
-    if (std::any_of(qdq_pairs_.begin(), qdq_pairs_.end(), is_rounded)) return true;
+    if (std::ranges::any_of(qdq_pairs_, is_rounded)) return true;
     for (const Graph::Use& use : graph.Uses(waiting[i])) {
       if (use.index != 0) continue;
       if (use.node->IsStandard("QuantizeLinear")) return true;
@@ -356,8 +354,8 @@ bool QdqPairs::PlaceBehind(const Graph& graph, const QdqPair& rounding, Groups& 
 }
 
 bool QdqPairs::PlaceOne(const Graph& graph, const QdqPair& rounding, Groups& groups) const {
-  const bool is_read = std::any_of(rounding.readers.begin(), rounding.readers.end(),
-                                   [&](const auto& reader) { return groups.Of(reader.use.node) != nullptr; });
+  const bool is_read =
+      std::ranges::any_of(rounding.readers, [&](const auto& reader) { return groups.Of(reader.use.node) != nullptr; });
   if (is_read && PlaceInFront(graph, rounding, groups)) return true;
   if (PlaceBehind(graph, rounding, groups)) return true;
   // A pair outside all groups may stay in the graph. Codes that a group's layer computes may not.

@@ -67,6 +67,7 @@ class Linear:
     quantize: Any
     nodes: list[Any]
     x: Any
+    x_range: tuple[float, int, Any] | None
     bias: Any
     x_scale: Any
     x_zero_point: Any

@@ -194,9 +194,10 @@ def nomad_attention(
     causal: bool = False,
     zero_hidden_rows: bool = False,
     precision: int = 32,
+    softcap: float = 0.0,
     kernel: str | None = None,
 ) -> NDArray[np.float32]:
-    """Return softmax(scale q k^T + mask) v [heads, queries, head_dim].
+    """Return softmax(capped(scale q k^T) + mask) v [heads, queries, head_dim].
 
     q is [heads, queries, head_dim]; k and v are [keys, head_dim], shared by all heads; mask broadcasts to [heads,
     queries, keys]. causal: the queries are the last tokens of the keys and do not see later keys. zero_hidden_rows:
@@ -226,6 +227,7 @@ def decode_attention(
     begin: int = 0,
     end: int | None = None,
     first_key: int = 0,
+    softcap: float = 0.0,
     kernel: str | None = None,
 ) -> DecodePartial:
     """Compute attention of one token over tokens begin … end-1 of the caches (ops/attention/decode.h).
@@ -240,6 +242,7 @@ def decode_attention(
         begin: first token.
         end: end of the tokens; None for all.
         first_key: token of the first row of float keys.
+        softcap: scores become softcap tanh(scores / softcap); 0 leaves them.
         kernel: see the module.
 
     Returns:
@@ -255,6 +258,7 @@ def decode_scores(
     begin: int = 0,
     end: int | None = None,
     first_key: int = 0,
+    softcap: float = 0.0,
     kernel: str | None = None,
 ) -> NDArray[np.float32]:
     """Return the scores [kv_heads, heads, end - begin] of `decode_attention`, in powers of two."""

@@ -10,7 +10,7 @@ namespace {
 
 Array<float> NomadAttention(const CastArray<float>& q, const CastArray<float>& k, const CastArray<float>& v,
                             float scale, const std::optional<CastArray<float>>& mask, bool causal,
-                            bool zero_hidden_rows, int precision, const KernelName& name) {
+                            bool zero_hidden_rows, int precision, float softcap, const KernelName& name) {
   Require(q.ndim() == 3 && k.ndim() == 2 && q.shape(2) > 0 && k.shape(1) == q.shape(2) && k.shape(0) > 0 &&
               v.ndim() == 2 && v.shape(0) == k.shape(0) && v.shape(1) == k.shape(1),
           "q must be [heads, queries, head_dim], k and v [keys, head_dim], with keys and head_dim at least 1");
@@ -36,6 +36,7 @@ Array<float> NomadAttention(const CastArray<float>& q, const CastArray<float>& k
     args.mask = mask->data();
   }
   args.scale = scale;
+  args.softcap = softcap;
   args.causal = causal;
   args.zero_hidden_rows = zero_hidden_rows;
   const AttentionKernel& kernel = name ? KernelByName(AttentionKernels(), name) : FindAttentionKernel(precision, false);
@@ -88,7 +89,7 @@ void BindAttention(py::module_& module) {
   DefineKernelList(module, "nomad_attention", &AttentionKernels);
   module.def("nomad_attention", &NomadAttention, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("scale"),
              py::arg("mask") = py::none(), py::arg("causal") = false, py::arg("zero_hidden_rows") = false,
-             py::arg("precision") = 32, py::arg("kernel") = py::none());
+             py::arg("precision") = 32, py::arg("softcap") = 0.0f, py::arg("kernel") = py::none());
   module.def("run_attention_plan", &RunPlan, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("scale"),
              py::arg("causal") = false, py::arg("precision") = 32, py::arg("threads") = 1,
              py::arg("most_bytes") = py::none());

@@ -62,7 +62,7 @@ class DecodeCall {
   // values: null if only scores are computed.
   DecodeCall(const Array<float>& q, float scale, const py::array& keys, const std::optional<Array<float>>& codebooks,
              int64_t first_key, const py::array* values, std::optional<int64_t> tokens, int64_t begin,
-             std::optional<int64_t> end, const KernelName& name)
+             std::optional<int64_t> end, float softcap, const KernelName& name)
       : kernel_(KernelByName(DecodeAttentionKernels(), name)) {
     Require(q.ndim() == 3 && q.shape(0) > 0 && q.shape(1) > 0,
             "q must be [kv_heads, heads, head_dim], each at least 1");
@@ -72,6 +72,7 @@ class DecodeCall {
     args_.q = q.data();
     args_.q_head_bytes = args_.head_dim * kFloat;
     args_.scale = scale;
+    args_.softcap = softcap;
     RequireNoProblem(ValidateKeyCodeLayout({args_.head_dim, 1}));
     int64_t room = std::numeric_limits<int64_t>::max();  // capacity of the caches
     int64_t seen = room;                                 // end of the available keys
@@ -157,8 +158,9 @@ using PartialArrays = std::tuple<Array<float>, Array<float>, Array<float>>;
 
 PartialArrays DecodeAttention(const Array<float>& q, float scale, const py::array& keys, const py::array& values,
                               const std::optional<Array<float>>& codebooks, std::optional<int64_t> tokens,
-                              int64_t begin, std::optional<int64_t> end, int64_t first_key, const KernelName& name) {
-  DecodeCall call(q, scale, keys, codebooks, first_key, &values, tokens, begin, end, name);
+                              int64_t begin, std::optional<int64_t> end, int64_t first_key, float softcap,
+                              const KernelName& name) {
+  DecodeCall call(q, scale, keys, codebooks, first_key, &values, tokens, begin, end, softcap, name);
   const int64_t heads = call.args().heads;
   const int64_t head_dim = call.args().head_dim;
   Array<float> most({call.kv_heads(), heads});
@@ -177,8 +179,8 @@ PartialArrays DecodeAttention(const Array<float>& q, float scale, const py::arra
 
 Array<float> DecodeScores(const Array<float>& q, float scale, const py::array& keys,
                           const std::optional<Array<float>>& codebooks, std::optional<int64_t> tokens, int64_t begin,
-                          std::optional<int64_t> end, int64_t first_key, const KernelName& name) {
-  DecodeCall call(q, scale, keys, codebooks, first_key, nullptr, tokens, begin, end, name);
+                          std::optional<int64_t> end, int64_t first_key, float softcap, const KernelName& name) {
+  DecodeCall call(q, scale, keys, codebooks, first_key, nullptr, tokens, begin, end, softcap, name);
   Array<float> scores({call.kv_heads(), call.args().heads, call.count()});
   float* to = scores.mutable_data();
   py::gil_scoped_release release;
@@ -241,10 +243,12 @@ void BindDecodeAttention(py::module_& module) {
   module.def("key_codes", &KeyCodes, py::arg("cache").noconvert(), py::arg("tokens"), py::arg("codebook"));
   module.def("decode_attention", &DecodeAttention, py::arg("q"), py::arg("scale"), py::arg("keys"), py::arg("values"),
              py::arg("codebooks") = py::none(), py::arg("tokens") = py::none(), py::arg("begin") = 0,
-             py::arg("end") = py::none(), py::arg("first_key") = 0, py::arg("kernel") = py::none());
+             py::arg("end") = py::none(), py::arg("first_key") = 0, py::arg("softcap") = 0.0f,
+             py::arg("kernel") = py::none());
   module.def("decode_scores", &DecodeScores, py::arg("q"), py::arg("scale"), py::arg("keys"),
              py::arg("codebooks") = py::none(), py::arg("tokens") = py::none(), py::arg("begin") = 0,
-             py::arg("end") = py::none(), py::arg("first_key") = 0, py::arg("kernel") = py::none());
+             py::arg("end") = py::none(), py::arg("first_key") = 0, py::arg("softcap") = 0.0f,
+             py::arg("kernel") = py::none());
   module.def("merge_decode", &MergePartials, py::arg("a"), py::arg("b"), py::arg("kernel") = py::none());
   module.def("finish_decode", &Finish, py::arg("partial"), py::arg("kernel") = py::none());
 }

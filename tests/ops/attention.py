@@ -21,9 +21,13 @@ def runnable_kernels() -> list[str]:
     return [row["name"] for row in _testing.nomad_attention_kernels() if row["runs_here"]]
 
 
-def scores(q: Floats, k: Floats, scale: float, mask: Floats | None = None, causal: bool = False) -> Floats:
-    """Return scale q k^T + mask, [..., queries, keys], rounded once to float32."""
+def scores(
+    q: Floats, k: Floats, scale: float, mask: Floats | None = None, causal: bool = False, softcap: float = 0
+) -> Floats:
+    """Return scale q k^T, capped by softcap, plus mask, [..., queries, keys], rounded once to float32."""
     s = scale * (q.astype(np.float64) @ k.astype(np.float64).swapaxes(-1, -2))
+    if softcap:
+        s = softcap * np.tanh(s / softcap)
     if mask is not None:
         s = s + mask
     if causal:
@@ -55,14 +59,16 @@ def bounded_attention(
     mask: Floats | None = None,
     causal: bool = False,
     precision: int = 32,
+    softcap: float = 0,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return attention(...) and the documented bound of its error. All inputs except the mask must be finite."""
-    s = scores(q, k, scale, mask, causal)
+    s = scores(q, k, scale, mask, causal, softcap)
     p = probabilities(s)
     dots = np.abs(q.astype(np.float64)) @ np.abs(k.astype(np.float64)).swapaxes(-1, -2)
     head_dim, keys = q.shape[-1], k.shape[-2]
     finite = np.where(np.isinf(s), 0, s.astype(np.float64))
     e = (head_dim + 4) * U * abs(scale) * dots + 4 * U * (np.abs(finite) + np.abs(finite.max(-1, keepdims=True)))
+    e += 4 * U * softcap
     relative = (keys + 16) * U
     if precision == 16:
         e += 2.0**-7 * abs(scale) * dots
@@ -84,9 +90,10 @@ def assert_attention_close(
     mask: Floats | None = None,
     causal: bool = False,
     precision: int = 32,
+    softcap: float = 0,
 ) -> None:
     """Check that y equals attention(...) within the documented bound. All inputs except the mask must be finite."""
-    expected, bound = bounded_attention(q, k, v, scale, mask, causal, precision)
+    expected, bound = bounded_attention(q, k, v, scale, mask, causal, precision, softcap)
     assert y.shape == expected.shape
     error = np.abs(y - expected)
     assert np.all(error <= bound), f"largest error over bound: {np.max(error - bound)}, error {error.max()}"

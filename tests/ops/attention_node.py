@@ -60,7 +60,15 @@ def node_model(
     attributes = {"scale": 0.0, "causal": 0, "zero_hidden_rows": 0, "precision": 32, "any_order": 0} | attributes
     flags = [attributes[name] == 1 for name in ("causal", "zero_hidden_rows")]
     layouts = {"by_heads": frozenset(by_heads), "by_rows": frozenset(names) - frozenset(by_heads)}
-    uses = uses or Uses(packed, mask is not False, kv_num_heads not in (0, num_heads), *flags, kept, **layouts)
+    uses = uses or Uses(
+        packed,
+        mask is not False,
+        kv_num_heads not in (0, num_heads),
+        *flags,
+        kept,
+        **layouts,
+        softcap="softcap" in attributes,
+    )
     node = helper.make_node(
         PACKED_OP_TYPE if kept else "NoMADAttention",
         names,

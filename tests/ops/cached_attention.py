@@ -67,6 +67,7 @@ class Setup:
     prompt_sparsity: tuple[float, float] = (0.3, 0.5)
     width: int = 0
     precision: int = 32
+    softcap: float = 0.0
 
     @property
     def codes(self) -> bool:
@@ -203,6 +204,7 @@ def node_model(
             "any_order": 0,
             "rotary_interleaved": int(setup.rotary == "interleaved"),
         }
+        | ({"softcap": setup.softcap} if setup.softcap else {})
         | attributes,
     )
     outputs = [
@@ -321,11 +323,13 @@ class Call:
             if not setup.slots or self.q.shape[2] > SHORT:
                 k = self.keys_of(b, 0).repeat(group, 0)
                 precision = setup.precision if self.q.shape[2] > SHORT else 32
-                assert_attention_close(y[:, sees], q[:, sees], k, v, scale, whole[:, sees], precision=precision)
+                assert_attention_close(
+                    y[:, sees], q[:, sees], k, v, scale, whole[:, sees], False, precision, setup.softcap
+                )
                 return
             for i in np.flatnonzero(sees):
                 k, at = self.keys_of(b, i).repeat(group, 0), slice(i, i + 1)
-                assert_attention_close(y[:, at], q[:, at], k, v, scale, whole[:, at])
+                assert_attention_close(y[:, at], q[:, at], k, v, scale, whole[:, at], softcap=setup.softcap)
             return
         for kv_head in range(setup.kv_heads):
             heads = slice(kv_head * group, (kv_head + 1) * group)
@@ -341,7 +345,7 @@ class Call:
                 prompt = setup.prompt if visible[: setup.prompt].all() else 0
                 case = decode_attention.Case(
                     q[heads, i], scale, keys, self.v[b][kv_head][visible], self.present[0], self.present[1],
-                    setup.codebooks()[kv_head] if rounded else None, prompt=prompt,
+                    setup.codebooks()[kv_head] if rounded else None, prompt=prompt, softcap=setup.softcap,
                 )  # fmt: skip
                 expected, bound = case.expected()
                 error = np.abs(y[heads, i] - expected)

@@ -37,6 +37,7 @@ class Case:
     codebook: NDArray[np.float32] | None = None
     codes: NDArray[np.uint8] | None = None
     prompt: int = 0
+    softcap: float = 0
 
     @property
     def tokens(self) -> int:
@@ -47,26 +48,29 @@ class Case:
         codebooks = None if self.codebook is None else self.codebook[None]
         return _testing.decode_attention(
             self.q[None], self.scale, self.key_cache[None], self.value_cache[None], codebooks, self.tokens, begin, end,
-            kernel=kernel,
+            softcap=self.softcap, kernel=kernel,
         )  # fmt: skip
 
     def scores(self, kernel: str | None, begin: int = 0, end: int | None = None) -> NDArray[np.float32]:
         codebooks = None if self.codebook is None else self.codebook[None]
         return _testing.decode_scores(
-            self.q[None], self.scale, self.key_cache[None], codebooks, self.tokens, begin, end, kernel=kernel
-        )[0]
+            self.q[None], self.scale, self.key_cache[None], codebooks, self.tokens, begin, end,
+            softcap=self.softcap, kernel=kernel,
+        )[0]  # fmt: skip
 
     def exact_scores(self) -> Doubles:
         scores = self.q.astype(np.float64) @ self.keys.astype(np.float64).T
         prompt = slice(self.prompt)
         scores[:, prompt] = to_bf16(self.q).astype(np.float64) @ self.keys[prompt].astype(np.float64).T
+        if self.softcap:
+            return LOG2E * self.softcap * np.tanh(self.scale * scores / self.softcap)
         return LOG2E * self.scale * scores
 
     def score_error(self) -> Doubles:
         """Return the error bound e of the scores, [heads, tokens] or [heads, 1], defined in ops/attention/decode.h."""
         dots = np.abs(self.q.astype(np.float64)) @ np.abs(self.keys.astype(np.float64)).T
         dots[:, : self.prompt] *= 1 + 2.0**-8
-        floats = (self.q.shape[1] + 8) * U * abs(LOG2E * self.scale) * dots
+        floats = (self.q.shape[1] + 8) * U * abs(LOG2E * self.scale) * dots + 4 * U * LOG2E * self.softcap
         if self.codebook is None:
             return floats
         step, _, largest = self._products()

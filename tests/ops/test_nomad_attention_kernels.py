@@ -23,10 +23,18 @@ def random(rng: np.random.Generator, heads: int, queries: int, keys: int, head_d
     )
 
 
-def check(kernel: str, q: Floats, k: Floats, v: Floats, mask: Floats | None = None, causal: bool = False) -> None:
+def check(
+    kernel: str,
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    mask: Floats | None = None,
+    causal: bool = False,
+    softcap: float = 0,
+) -> None:
     scale = float(q.shape[-1] ** -0.5)
-    y = _testing.nomad_attention(q, k, v, scale, mask, causal, kernel=kernel)
-    assert_attention_close(y, q, k[None], v[None], scale, mask, causal, PRECISION[kernel])
+    y = _testing.nomad_attention(q, k, v, scale, mask, causal, softcap=softcap, kernel=kernel)
+    assert_attention_close(y, q, k[None], v[None], scale, mask, causal, PRECISION[kernel], softcap)
 
 
 @all_kernels
@@ -82,9 +90,10 @@ def test_masks(kernel: str, form: str, causal: bool) -> None:
     mask=st.sampled_from([None, *MASKS]),
     causal=st.booleans(),
     magnitude=st.sampled_from([1e-20, 1.0, 3.0]),
+    softcap=st.sampled_from([0, 0.5, 20.0]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_shape(heads, queries, more_keys, head_dim, mask, causal, magnitude, seed) -> None:
+def test_any_shape(heads, queries, more_keys, head_dim, mask, causal, magnitude, softcap, seed) -> None:
     rng = np.random.default_rng(seed)
     keys = queries + more_keys
     q, k, v = random(rng, heads, queries, keys, head_dim)
@@ -93,7 +102,7 @@ def test_any_shape(heads, queries, more_keys, head_dim, mask, causal, magnitude,
         shape = [1 if one else size for one, size in zip(MASKS[mask], (heads, queries, keys), strict=True)]
         values = rng.standard_normal(shape, dtype=np.float32)
     for kernel in KERNELS:
-        check(kernel, (q * magnitude).astype(np.float32), k, v, values, causal)
+        check(kernel, (q * magnitude).astype(np.float32), k, v, values, causal, softcap)
 
 
 @all_kernels
@@ -164,6 +173,24 @@ def test_hidden_scores_that_overflow(kernel: str) -> None:
     y = _testing.nomad_attention(q, k, v, 1.0, causal=True, kernel=kernel)
     np.testing.assert_array_equal(y[0, 0], v[0])
     assert np.isnan(y[0, 1:]).all()
+
+
+@all_kernels
+@pytest.mark.parametrize("form", [None, *MASKS])
+def test_softcap(kernel: str, form: str | None) -> None:
+    """Scores are capped before the mask is added, and keys that the mask hides stay hidden."""
+    rng = np.random.default_rng(8)
+    for heads, queries, keys, causal in ((1, 3, 5, True), (2, 37, 150, False), (2, 70, 130, True)):
+        q, k, v = random(rng, heads, queries, keys, 16)
+        mask = None
+        if form is not None:
+            shape = [1 if one else size for one, size in zip(MASKS[form], (heads, queries, keys), strict=True)]
+            mask = rng.standard_normal(shape, dtype=np.float32)
+            if form != "number":
+                mask[..., keys // 2 :] = -np.inf
+        check(kernel, q, k, v, mask, causal, softcap=1.5)
+        y = _testing.nomad_attention(q * 1e19, k * 1e18, v, 1.0, mask, causal, softcap=1.5, kernel=kernel)
+        assert np.isfinite(y).all(), "a score of Inf is capped"
 
 
 @all_kernels

@@ -51,7 +51,9 @@ class Case:
         feeds = {name: array for name, array in self.feeds.items() if name == "mask"}
         return feeds | {"query": np.concatenate([self.feeds[name] for name in ("query", "key", "value")], -1)}
 
-    def check(self, y: Floats, scale: float | None = None, causal: bool = False, precision: int = 32) -> None:
+    def check(
+        self, y: Floats, scale: float | None = None, causal: bool = False, precision: int = 32, softcap: float = 0
+    ) -> None:
         q = by_heads(self.feeds["query"], self.heads)
         k, v = (
             by_heads(self.feeds[name], self.kv_heads).repeat(self.heads // self.kv_heads, 1)
@@ -59,7 +61,7 @@ class Case:
         )
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         assert y.shape == self.feeds["query"].shape
-        assert_attention_close(by_heads(y, self.heads), q, k, v, scale, self.mask, causal, precision)
+        assert_attention_close(by_heads(y, self.heads), q, k, v, scale, self.mask, causal, precision, softcap)
 
 
 def runs(model: onnx.ModelProto, feeds: dict[str, Floats], threads: int = 1) -> list[Floats]:
@@ -229,9 +231,10 @@ def test_caches_of_nodes_without_one() -> None:
     axes=st.none() | st.lists(st.booleans(), max_size=4),
     causal=st.booleans(),
     scale=st.sampled_from([0.0, 0.3, -0.2]),
+    softcap=st.sampled_from([None, 0.0, 1.5, 30.0]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_shape(batch, queries, more_keys, kv_heads, group, head_dim, axes, causal, scale, seed) -> None:
+def test_any_shape(batch, queries, more_keys, kv_heads, group, head_dim, axes, causal, scale, softcap, seed) -> None:
     heads, keys = kv_heads * group, queries + more_keys
     mask = None
     if axes is not None:
@@ -239,10 +242,11 @@ def test_any_shape(batch, queries, more_keys, kv_heads, group, head_dim, axes, c
         mask = [size if whole else 1 for size, whole in zip(sizes, axes, strict=True)]
     case = Case(seed, batch, queries, keys, heads, kv_heads, head_dim, mask)
     model = node_model(
-        heads, kv_heads, mask=mask is not None, causal=int(causal), scale=scale, mask_rank=len(mask or ())
-    )
+        heads, kv_heads, mask=mask is not None, causal=int(causal), scale=scale, mask_rank=len(mask or ()),
+        **{} if softcap is None else {"softcap": softcap},
+    )  # fmt: skip
     for y in runs(model, case.feeds, threads=2):
-        case.check(y, scale or None, causal)
+        case.check(y, scale or None, causal, softcap=softcap or 0)
 
 
 @pytest.mark.parametrize("opset", [13, 17, 18, 21, 23])
@@ -336,6 +340,8 @@ def test_shapes_are_inferred(tmp_path) -> None:
         ({"any_order": 2}, "any_order is 2, expected 0 or 1"),
         ({"precision": 8}, "precision is 8, expected 32 or 16"),
         ({"scale": float("nan")}, "scale is nan, expected a finite value"),
+        ({"softcap": -1.0}, "softcap is -1, expected 0, or"),
+        ({"softcap": float("inf")}, "softcap is inf, expected 0, or"),
     ],
 )
 def test_bad_attributes(attributes: dict[str, Any], message: str) -> None:

@@ -331,15 +331,17 @@ def test_output_types_are_known_without_declaring_them() -> None:
     calls=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     room=st.integers(0, 80),
     threads=st.integers(1, 3),
+    softcap=st.sampled_from([0.0, 0.8]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_shape(
-    kind, d_sub, heads, head_dim, packed, rotary, lengths, causal, batch, calls, room, threads, seed
+    kind, d_sub, heads, head_dim, packed, rotary, lengths, causal, batch, calls, room, threads, softcap, seed
 ) -> None:
     kv_heads, group = heads
     setup = Setup(
-        kv_heads * group, kv_heads, head_dim, kind, d_sub if kind != "float" else 1, packed, rotary, lengths, causal
-    )
+        kv_heads * group, kv_heads, head_dim, kind, d_sub if kind != "float" else 1, packed, rotary, lengths, causal,
+        softcap=softcap,
+    )  # fmt: skip
     decoder = Decoder(setup, batch, seed, room if lengths else 0, q_magnitude=0.3)
     ours = session(node_model(setup), threads=threads)
     for i, queries in enumerate(calls):

@@ -86,6 +86,18 @@ def test_chunks(kernel: str, tokens: int) -> None:
 
 
 @all_kernels
+@pytest.mark.parametrize(("d_sub", "int8_values"), [(None, False), (None, True), (1, True)])
+@pytest.mark.parametrize("tokens", [1, 37, 2100])
+def test_softcap(kernel: str, d_sub: int | None, int8_values: bool, tokens: int) -> None:
+    case = make_case(np.random.default_rng(tokens), 3, tokens, 32, d_sub, int8_values, 0.2 if d_sub else 3.0)
+    case.softcap = 0.7
+    check(case, kernel)
+    case.q *= 1e30
+    if d_sub is None:
+        assert np.isfinite(case.partial(kernel)[2]).all(), "a score of Inf is capped"
+
+
+@all_kernels
 @pytest.mark.parametrize("d_sub", [1, 2, 4])
 def test_scores_are_sums_of_the_tables(kernel: str, d_sub: int) -> None:
     """Scores equal the sums of the quantized tables, within much less than the documented error bound."""

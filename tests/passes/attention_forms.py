@@ -186,6 +186,30 @@ def onnx_attention_of_heads(graph: Graph) -> str:
     return graph.merge(graph.op("Attention", q, k, v, is_causal=1))
 
 
+def capped(graph: Graph) -> str:
+    graph.opset = 23
+    q, k, v = (graph.linear(name) for name in ("q", "kk", "vvv"))
+    return graph.op("Attention", q, k, v, q_num_heads=H, kv_num_heads=H, softcap=0.5)
+
+
+def capped_by_tanh(mask_first: bool = False, caps: int = 1) -> Callable[[Graph], str]:
+    """Gemma 2: a Tanh limits the scores."""
+
+    def build(graph: Graph) -> str:
+        q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
+        scores = graph.op("Mul", graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), graph.number(D**-0.5))
+        if mask_first:
+            scores = graph.op("Add", scores, graph.additive_mask())
+        for _ in range(caps):
+            scores = graph.op("Tanh", graph.op("Div", scores, graph.number(0.5)))
+            scores = graph.op("Mul", scores, graph.number(0.5))
+        if not mask_first:
+            scores = graph.op("Add", scores, graph.additive_mask())
+        return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
+
+    return build
+
+
 FORMS = {
     "usual": usual,
     "no mask": no_mask,
@@ -206,6 +230,8 @@ FORMS = {
     "MultiHeadAttention": multi_head_attention,
     "Attention": onnx_attention,
     "Attention of heads": onnx_attention_of_heads,
+    "Attention with softcap": capped,
+    "capped": capped_by_tanh(),
 }
 
 
@@ -260,7 +286,7 @@ def half(graph: Graph) -> str:
     return graph.op("Cast", y, to=FLOAT)
 
 
-def capped(graph: Graph) -> str:
+def capped_below_zero(graph: Graph) -> str:
     graph.opset = 23
     q, k, v = (graph.linear(name) for name in ("q", "kk", "vvv"))
-    return graph.op("Attention", q, k, v, q_num_heads=H, kv_num_heads=H, softcap=5.0)
+    return graph.op("Attention", q, k, v, q_num_heads=H, kv_num_heads=H, softcap=-1.0)

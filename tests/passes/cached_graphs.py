@@ -175,8 +175,8 @@ def capped(graph: CachedGraph) -> str:
     """Gemma 2: a Tanh limits the scores."""
     q, k, v = (graph.heads(graph.linear(name)) for name in ("query", "ke", "value"))
     key, value = graph.appended("key", k), graph.appended("value", v)
-    scores = graph.op("Div", graph.op("MatMul", q, graph.transpose(key, 0, 1, 3, 2)), graph.number(50))
-    scores = graph.op("Mul", graph.op("Tanh", scores), graph.number(50))
+    scores = graph.op("Div", graph.op("MatMul", q, graph.transpose(key, 0, 1, 3, 2)), graph.number(0.5))
+    scores = graph.op("Mul", graph.op("Tanh", scores), graph.number(0.5))
     return graph.attended(graph.op("Add", scores, graph.masked()), value)
 
 
@@ -187,6 +187,7 @@ FORMS: list[Callable[[CachedGraph], str]] = [
     one_head_of_keys,
     turned_in_part,
     scaled_behind_the_mask,
+    capped,
 ]
 
 

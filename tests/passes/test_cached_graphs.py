@@ -93,10 +93,3 @@ def test_codes() -> None:
     calibration = [cached_graphs.feeds(model, 0, 16, seed) for seed in range(4)]
     with pytest.raises(NothingToReplaceError, match="its head size is 12, expected a multiple of 16"):
         ortolan.optimize_onnx(model, cache="codes", calibration=calibration, options=FAST)
-
-
-def test_capped_scores_stay() -> None:
-    with pytest.raises(NothingToReplaceError, match=r"its scores are capped by a Tanh \(softcap\)"):
-        ortolan.optimize_onnx(
-            cached_graphs.model(cached_graphs.capped), recipe=Recipe.of(cache="float32"), dry_run=True
-        )

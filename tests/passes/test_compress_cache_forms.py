@@ -229,7 +229,7 @@ def test_taken_apart_by_transformers_5(numbers: bool) -> None:
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (operator("Attention", ONNX, q_num_heads=H, kv_num_heads=KV, softcap=20.0), "it has softcap 20.0"),
+        (operator("Attention", ONNX, q_num_heads=H, kv_num_heads=KV, softcap=-2.0), "its scores are capped"),
         (
             operator("Attention", ["q", "k", "v"], q_num_heads=H, kv_num_heads=KV),
             "it has no cache of keys and values",

@@ -20,7 +20,8 @@ from ortolan.models import tiny
 
 from .attention_forms import (
     FORMS,
-    capped,
+    capped_below_zero,
+    capped_by_tanh,
     filled,
     half,
     learned_scale,
@@ -56,7 +57,7 @@ def test_every_form_becomes_one_node(form: str) -> None:
     left = op_types(fused)
     assert left.count("NoMADAttention") == 1
     # All nodes of the attention are gone, including nodes that computed its shapes.
-    gone = {"Softmax", "Transpose", "Reshape", "Gather", "IsNaN", "Trilu", "MultiHeadAttention", "Attention"}
+    gone = {"Softmax", "Tanh", "Transpose", "Reshape", "Gather", "IsNaN", "Trilu", "MultiHeadAttention", "Attention"}
     # Nodes that compute the mask remain.
     gone -= {"Transpose", "Gather"} if "bias" in form else {"Trilu"} if "padding" in form else set()
     assert not gone & set(left) and left.count("MatMul") == 3
@@ -123,7 +124,9 @@ def reasons(report: OptimizationReport) -> list[str]:
         (unknown_heads, "is not supported"),
         (other_width_of_values, r"are \[12, 12, 24\], expected equal widths"),
         (half, "is FLOAT16, expected FLOAT"),
-        (capped, r"its scores are capped \(softcap\)"),
+        (capped_below_zero, r"its scores are capped \(softcap\) at -1, expected "),
+        (capped_by_tanh(mask_first=True), r"by a Tanh \(softcap\) after a mask is added, expected before"),
+        (capped_by_tanh(caps=2), r"by two Tanh \(softcap\)"),
     ],
     ids=lambda one: getattr(one, "__name__", None),
 )

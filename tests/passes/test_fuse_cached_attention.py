@@ -151,17 +151,12 @@ def window() -> onnx.ModelProto:
     return model
 
 
-def capped() -> onnx.ModelProto:
-    return cached_graphs.model(cached_graphs.capped)
-
-
 @pytest.mark.parametrize(
     ("model", "kind", "reason"),
     [
         (window(), "GroupQueryAttention", "it has local_window_size 16, which NoMADAttention does not support"),
-        (capped(), "Softmax", "its scores are capped by a Tanh (softcap), which NoMADAttention does not support"),
     ],
-    ids=["window", "capped"],
+    ids=["window"],
 )
 def test_what_is_refused_stays_and_is_told_once(model: onnx.ModelProto, kind: str, reason: str) -> None:
     feeds = cached_graphs.feeds(model, 4, 3) if kind == "Softmax" else prompt(model)

@@ -23,6 +23,7 @@ class Form:
     packed: bool = False
     rotary: str | None = None
     scale: float = 0.0
+    softcap: float = 0.0
     heads: int = 6
     kv_heads: int = 2
     head_dim: int = 16
@@ -32,12 +33,17 @@ class Form:
     def setup(self) -> Setup:
         return Setup(
             self.heads, self.kv_heads, self.head_dim, packed=self.packed, rotary=self.rotary, scale=self.scale,
-            positions=self.positions,
+            positions=self.positions, softcap=self.softcap,
         )  # fmt: skip
 
     def node(self, **more: Any) -> onnx.NodeProto:
         """Return the node; `more` adds or replaces attributes."""
-        attributes = {"num_heads": self.heads, "kv_num_heads": self.kv_heads, "scale": self.scale}
+        attributes = {
+            "num_heads": self.heads,
+            "kv_num_heads": self.kv_heads,
+            "scale": self.scale,
+            "softcap": self.softcap,
+        }
         if self.rotary:
             attributes |= {"do_rotary": 1, "rotary_interleaved": int(self.rotary == "interleaved")}
         own = ["", ""] if self.packed else ["key", "value"]

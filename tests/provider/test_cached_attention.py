@@ -34,6 +34,7 @@ FORMS = {
     "rotary": Form(rotary="half"),
     "packed, interleaved": Form(packed=True, rotary="interleaved"),
     "scale": Form(scale=0.4, packed=True, rotary="half"),
+    "softcap": Form(softcap=0.6, packed=True, rotary="half"),
     "one head of keys": Form(kv_heads=1, head_dim=64),
     "as many heads of keys": Form(kv_heads=6, head_dim=16, rotary="half"),
 }
@@ -245,7 +246,11 @@ CACHE = ["batch", 2, "past", 16]
 NOT_KNOWN = "which NoMADAttention does not support"
 # Maps a case to the node, types and shapes of changed inputs, and the reason for which it is not claimed.
 LEFT: dict[str, tuple[onnx.NodeProto, dict[str, Any], str]] = {
-    "softcap": (ROTARY.node(softcap=30.0), {}, f"it has softcap 30.0, {NOT_KNOWN}"),
+    "softcap": (
+        ROTARY.node(softcap=1e7),
+        {},
+        "its scores are capped (softcap) at 1e+07, expected 0.0009765625 to 1048576",
+    ),
     "a window": (ROTARY.node(local_window_size=8), {}, f"it has local_window_size 8, {NOT_KNOWN}"),
     "smooth softmax": (ROTARY.node(smooth_softmax=1), {}, f"it has smooth_softmax 1, {NOT_KNOWN}"),
     "positions": (

@@ -13,7 +13,7 @@ from ortolan.progress import Stage
 
 from ...find.attention import Attention, NotAttention
 from ...find.cached_attention import CachedAttention
-from ...find.constants import remove_dead
+from ...find.constants import remove_unused
 from ...names import ORTOLAN_DOMAIN
 from ...operators.nodes import declare_operators
 from ...operators.nomad_attention_function import OP_TYPE
@@ -127,7 +127,7 @@ class AttentionRewrite(RecipePass, Generic[Match]):
 
         any_order allows a faster order of sums; the last bits of results then depend on the CPU.
         """
-        return {
+        attributes: dict[str, ir.Attr | int | float] = {
             "num_heads": match.heads,
             "kv_num_heads": match.kv_heads,
             "scale": float(match.scale),
@@ -136,6 +136,7 @@ class AttentionRewrite(RecipePass, Generic[Match]):
             "precision": PRECISION[self.options.precision],
             "any_order": int(any_order),
         }
+        return attributes | ({"softcap": float(match.softcap)} if match.softcap else {})
 
     @property
     def verb(self) -> str:
@@ -193,7 +194,7 @@ class AttentionRewrite(RecipePass, Generic[Match]):
         answers = self.answers(model, match, node, made)
         ir.convenience.replace_nodes_and_values(graph, _last(match), list(match.nodes), made, outputs, answers)
         for value in read:
-            remove_dead(value)
+            remove_unused(value)
         self.placed(model, match, node)
         return node
 

@@ -397,6 +397,7 @@ def _with_others(uses: CacheUses | None, others: Sequence[ir.Node]) -> CacheUses
         grouped=uses.grouped or own.grouped,
         causal=uses.causal or own.causal,
         zero_hidden_rows=uses.zero_hidden_rows or own.zero_hidden_rows,
+        softcap=uses.softcap or own.softcap,
     )
 
 
@@ -454,6 +455,7 @@ def _find_uses(
         grouped=any(match.kv_heads != match.heads for match in chosen),
         causal=any(match.causal for match in chosen),
         zero_hidden_rows=any(match.zero_hidden_rows for match in chosen),
+        softcap=any(match.softcap for match in chosen),
         lengths=any(match.lengths is not None for match in chosen),
         rotary=rotary,
         equal_rows=options.equal_rows,

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from ...find.constants import remove_unused
 from ...find.linear import Linear
 from ...find.lut import graph_order
-from ...find.stored_int8 import dynamic_source, layer_input, remove_unused_dynamic, unrounded
+from ...find.stored_int8 import dynamic_source, layer_input, remove_unused_dynamic
 from ...names import ORTOLAN_DOMAIN
 from ...operators.joined import take_packed
 from ...operators.replacement import Replacement
@@ -62,8 +62,10 @@ def _make_node(
     # The node that computes the layer's input may have been replaced.
     x = layer_input(first.node)
     assert x is not None
-    if first.x_range is not None and replacement.takes_ranges:
-        x = unrounded(x, linear.dtype)
+    rounding = first.rounding if replacement.takes_ranges else None
+    if rounding is not None and rounding.graph is not None and x is first.x:
+        x = rounding.inputs[0]
+        assert x is not None
     narrow = linear.dtype != ir.DataType.FLOAT
     if narrow:  # the operator computes on float32
         before.append(ir.node("Cast", [x], {"to": ir.DataType.FLOAT}, name=f"{linear.name}/to_float"))
