@@ -274,7 +274,7 @@ class AttentionLoop {
   }
 
   // Caps the scores q . k and adds the mask.
-  void CapScores(const Block& block, int64_t first, int64_t keys) const {
+  [[gnu::noinline]] void CapScores(const Block& block, int64_t first, int64_t keys) const {
     const Softcap<Simd> cap(args_.softcap);
     WithMask(block, first, keys,
              [cap](float* score, Float mask) { Simd::Store(score, Simd::Add(cap.Of(Simd::Load(score)), mask)); });

@@ -188,7 +188,10 @@ class Rules {
     const auto shape = Shape(0);
     const auto axes = shape ? Permutation(node_, shape->size()) : std::nullopt;
     const size_t rank = node_.Ints("perm").size();
-    if (!axes) return !shape && rank > 0 && rank <= kMostAxes ? MaybeShape(AllUnknown(rank)) : std::nullopt;
+    if (!axes) {  // as ONNX Runtime, which takes the rank of a shape that it does not know from perm
+      const bool is_wrong = shape && shape->size() == rank;
+      return !is_wrong && rank > 0 && rank <= kMostAxes ? MaybeShape(AllUnknown(rank)) : std::nullopt;
+    }
     DimShape permuted;
     for (const size_t axis : *axes) permuted.push_back((*shape)[axis]);
     return permuted;
