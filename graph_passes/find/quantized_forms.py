@@ -138,7 +138,7 @@ def _bias(linear: _native.Linear, numbers: StoredInt8Tensors) -> ir.Value | np.n
 
 
 def _is_gemm(linear: _native.Linear) -> bool:
-    return linear.node.op_type == "QGemm"
+    return bool(linear.node.op_type == "QGemm")
 
 
 def _only_user(value: ir.Value) -> ir.Node | None:

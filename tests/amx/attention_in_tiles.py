@@ -35,7 +35,7 @@ MASKS = {"key": (1, 1, 0), "query": (1, 0, 1), "all": (0, 0, 0), "head": (0, 1, 
 
 
 # Arguments: q [heads, queries, head_dim], k, v [keys, head_dim], scale; optional: mask (broadcasts to [heads, queries,
-# keys]), causal, zero_hidden_rows. Returns [heads, queries, head_dim]. All arrays are float32.
+# keys]), causal, zero_hidden_rows, softcap. Returns [heads, queries, head_dim]. All arrays are float32.
 Attend = Callable[..., Floats]
 
 kernel: Attend = functools.partial(_testing.nomad_attention, kernel=KERNEL)
@@ -49,7 +49,7 @@ def on_avx2() -> Attend:
     library = emulator.build(emulator.HERE / "attention_on_avx2.cc", *options, headers=headers)
     run = ctypes.CDLL(str(library)).attention_on_avx2
     sizes, arrays = [ctypes.c_int64] * 4, [ctypes.c_void_p] * 5
-    run.argtypes = [*sizes, *arrays, ctypes.c_float, ctypes.c_bool, ctypes.c_bool, ctypes.c_void_p]
+    run.argtypes = [*sizes, *arrays, *[ctypes.c_float] * 2, ctypes.c_bool, ctypes.c_bool, ctypes.c_void_p]
     run.restype = None
 
     def attend(
@@ -60,6 +60,7 @@ def on_avx2() -> Attend:
         mask: Floats | None = None,
         causal: bool = False,
         zero_hidden_rows: bool = False,
+        softcap: float = 0,
     ) -> Floats:
         q, k, v = (np.ascontiguousarray(one, np.float32) for one in (q, k, v))
         y = before_a_wall(np.empty_like(q))
@@ -68,7 +69,7 @@ def on_avx2() -> Attend:
             mask = np.ascontiguousarray(mask, np.float32)
             strides[:] = [0 if size == 1 else step // 4 for size, step in zip(mask.shape, mask.strides, strict=True)]
         given = (one if one is None else one.ctypes.data for one in (q, k, v, mask, strides))
-        run(*q.shape[:2], *k.shape, *given, scale, causal, zero_hidden_rows, y.ctypes.data)
+        run(*q.shape[:2], *k.shape, *given, scale, softcap, causal, zero_hidden_rows, y.ctypes.data)
         return y
 
     return attend
@@ -92,10 +93,18 @@ def random(rng: np.random.Generator, heads: int, queries: int, keys: int, head_d
     )
 
 
-def check(attend: Attend, q: Floats, k: Floats, v: Floats, mask: Floats | None = None, causal: bool = False) -> None:
+def check(
+    attend: Attend,
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    mask: Floats | None = None,
+    causal: bool = False,
+    softcap: float = 0,
+) -> None:
     scale = float(q.shape[-1] ** -0.5)
-    y = attend(q, k, v, scale, mask, causal)
-    assert_attention_close(y, q, k[None], v[None], scale, mask, causal, precision=16)
+    y = attend(q, k, v, scale, mask, causal, softcap=softcap)
+    assert_attention_close(y, q, k[None], v[None], scale, mask, causal, precision=16, softcap=softcap)
 
 
 def head_sizes(attend: Attend) -> None:
@@ -113,6 +122,15 @@ def rows_and_keys(attend: Attend) -> None:
         for keys in (11, 15, 17, 32, 33, 127, 128, 129, 161, 300):
             check(attend, *random(np.random.default_rng(keys), 2, 11, keys, 24), causal=causal)
     check(attend, *random(np.random.default_rng(1), 2, 50, 3, 20))
+
+
+def capped_scores(attend: Attend) -> None:
+    """Check softcap with and without a mask."""
+    for causal in (False, True):
+        for heads, queries, keys in ((1, 3, 5), (2, 70, 150)):
+            q, k, v = random(np.random.default_rng(keys), heads, queries, keys, 24)
+            check(attend, q, k, v, None, causal, softcap=1.5)
+            check(attend, q, k, v, np.where(np.arange(keys) < keys - 2, 0.5, -np.inf)[None, None], causal, softcap=1.5)
 
 
 def masks(attend: Attend) -> None:
@@ -217,6 +235,7 @@ CHECKS: dict[str, Callable[[Attend], None]] = {
     for check in (
         head_sizes,
         rows_and_keys,
+        capped_scores,
         masks,
         rows_that_see_nothing,
         nan_and_infinity,

@@ -50,6 +50,12 @@ struct TwoOfAvx2 {
   static Float Multiply(const Float& a, const Float& b) {
     return Both([&](int i) { return One::Multiply(a.at[i], b.at[i]); });
   }
+  static Float Abs(const Float& a) {
+    return Both([&](int i) { return One::Abs(a.at[i]); });
+  }
+  static Float Rounded(const Float& a) {
+    return Both([&](int i) { return One::Rounded(a.at[i]); });
+  }
   static Float Divide(const Float& a, const Float& b) {
     return Both([&](int i) { return One::Divide(a.at[i], b.at[i]); });
   }
@@ -99,9 +105,12 @@ using Loop = AttentionLoop<TileUnits<TwoOfAvx2>>;
 
 // Shapes: q and y [heads][queries][head_dim], k and v [keys][head_dim]. mask may be null; otherwise it has strides for
 // heads, queries and keys.
-extern "C" __attribute__((visibility("default"))) void attention_on_avx2(
-    int64_t heads, int64_t queries, int64_t keys, int64_t head_dim, const float* q, const float* k, const float* v,
-    const float* mask, const int64_t* mask_strides, float scale, bool causal, bool zero_hidden_rows, float* y) {
+extern "C" __attribute__((visibility("default"))) void attention_on_avx2(int64_t heads, int64_t queries, int64_t keys,
+                                                                         int64_t head_dim, const float* q,
+                                                                         const float* k, const float* v,
+                                                                         const float* mask, const int64_t* mask_strides,
+                                                                         float scale, float softcap, bool causal,
+                                                                         bool zero_hidden_rows, float* y) {
   const int64_t row_bytes = head_dim * static_cast<int64_t>(sizeof(float));
   ortolan::AttentionArgs args;
   args.heads = heads;
@@ -118,6 +127,7 @@ extern "C" __attribute__((visibility("default"))) void attention_on_avx2(
   args.mask_query_stride = mask_strides[1];
   args.mask_key_stride = mask_strides[2];
   args.scale = scale;
+  args.softcap = softcap;
   args.causal = causal;
   args.zero_hidden_rows = zero_hidden_rows;
   args.y = y;

@@ -36,7 +36,7 @@ def _capped_attention(by_heads: bool) -> onnx.ModelProto:
             nodes.append(helper.make_node("Transpose", [f"{name}_heads"], [last[name]], perm=[0, 2, 1, 3]))
     counts: dict[str, Any] = {} if by_heads else {"q_num_heads": _HEADS, "kv_num_heads": _KV_HEADS}
     attended = "attended_by_heads" if by_heads else "attended"
-    nodes.append(helper.make_node("Attention", list(last.values()), [attended], "attention", softcap=20.0, **counts))
+    nodes.append(helper.make_node("Attention", list(last.values()), [attended], "attention", softcap=2.0**21, **counts))
     if by_heads:
         weights["joined_shape"] = np.array([0, 0, -1])
         nodes.append(helper.make_node("Transpose", [attended], ["attended_by_tokens"], perm=[0, 2, 1, 3]))

@@ -85,7 +85,7 @@ class _Walk:
         self.integers("", *(f"{role}.layout" for role in roles))
         for role in roles:
             self.array(f"{role}.bias")
-        self.integers("", "heads", "kv_heads", "head_dim", "scale")
+        self.integers("", "heads", "kv_heads", "head_dim", "scale", "softcap")
         self.integers("", "causal", "zero_hidden_rows", "is_precise", "is_beside_cache")
         self.input("zero_rows")
         for i in range(self.integer("masks")):

@@ -42,7 +42,7 @@ pytestmark = needs_provider
 Build = Callable[[Graph], str]
 # Forms to leave out: quantize_dynamic turns ONNX's Attention into an operator that ONNX Runtime lacks, and the causal
 # mask is computed from the sizes of the queries and keys of the attention itself.
-OTHERS = ("Attention", "Attention of heads", "causal")
+OTHERS = ("Attention", "Attention of heads", "Attention with softcap", "causal")
 TAKEN = {name: form for name, form in FORMS.items() if name not in OTHERS}
 
 

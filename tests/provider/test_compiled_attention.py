@@ -275,8 +275,6 @@ LARGE = 1 << 40
         ({"has_cache": 1}, "."),
         ({"masks": -1}, "the number of masks is -1"),
         ({"masks": 65}, "the number of masks is 65, expected 0 to 64"),
-        ({"mask0__kind": 1}, "its record lacks an input"),
-        ({"mask0__kind": 2}, "its record lacks an input"),
         ({"mask0__kind": 3}, "the kind of a mask is 3, expected 0 to 2"),
         ({"mask0__axes": -1}, "there are -1 axes of a mask"),
         ({"mask0__axes": LARGE}, "."),
