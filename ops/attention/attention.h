@@ -81,8 +81,9 @@ struct AttentionArgs {
   int64_t y_row_bytes = 0;
 };
 
-// Values of softcap other than 0.
+// Range of softcap, unless it is 0.
 inline constexpr float kLeastSoftcap = 0x1p-10f, kMostSoftcap = 0x1p20f;
+inline bool IsSoftcap(double softcap) { return softcap == 0 || (softcap >= kLeastSoftcap && softcap <= kMostSoftcap); }
 
 // Rows of one call: enough to amortize copying each key and value.
 inline constexpr int64_t kAttentionRows = 128;

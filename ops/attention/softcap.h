@@ -2,9 +2,11 @@
 //
 //     capped(x) = softcap tanh(x / softcap)
 //
-// for x in powers of two, x = log2(e) s, with the result in powers of two too: sign(x) (2 C / (1 + 2^(-2 |x| /
-// softcap))
-// - C), where C = log2(e) softcap. The error is at most 4 u C.
+// for x in powers of two, x = log2(e) s. The result is in powers of two too:
+//
+//     sign(x) (2 C / (1 + 2^(-2 |x| / softcap)) - C),   C = log2(e) softcap
+//
+// The error is at most 4 u C.
 #pragma once
 
 namespace ortolan {

@@ -43,9 +43,9 @@ struct Mask {
   double scale = 1;              // factor of a float mask
   int64_t heads = 0;             // number of heads if the mask is [batch x heads, queries, keys]
   bool windows = false;          // [1, windows, 1 or heads, queries, keys], for scores [batch x windows, heads, …]
-  // [provider] Key padding, int32 [batch, keys] or [batch, rows, keys]: `fill` is added where it is 0 or negative. Or
-  // int32 [batch], counts of keys: `fill` is added to further keys. If the attention is causal, keys after the query
-  // have the lowest float instead.
+  // [provider] Key padding. int32 [batch, keys] or [batch, rows, keys]: `fill` is added where it is 0 or negative.
+  // int32 [batch]: numbers of keys; `fill` is added to all keys from that index on. In causal attention, keys after the
+  // query get the lowest float instead.
   bool padding = false;
   bool truncated = false;  // [provider] only the first columns count, one for each key
   bool operator==(const Mask&) const = default;

@@ -1,6 +1,7 @@
 #include "match/decomposed.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <utility>
 
@@ -155,6 +156,7 @@ Decomposed::Scores Decomposed::ReadScores(const Products& products) {
       }
     } else if (type == "Mul" || type == "Div") {
       read.scale *= Factor(*node, index);
+      if (static_cast<float>(read.scale) == 0) Refuse(ReasonCode::kScoresFactor, Described(*node));
     } else {
       Expect(read.softcap == 0, ReasonCode::kSoftcapMask);
       Mask mask = type == "Where" ? Fill(*node, index) : Mask{Other(*node, value)};
@@ -170,7 +172,8 @@ Decomposed::Scores Decomposed::ReadScores(const Products& products) {
       read.masks.insert(read.masks.begin(), mask);
     }
   }
-  if (read.softcap != 0) read.scale *= read.softcap;  // of the scores, which the model divides by the cap
+  // The model divides the scores by the cap. The operator does that itself.
+  if (read.softcap != 0) read.scale *= read.softcap;
   return read;
 }
 
@@ -194,8 +197,10 @@ bool Decomposed::KeepsRows(const Node& reshape) {
 double Decomposed::Factor(const Node& node, size_t index) const {
   const std::optional<double> number = dims_.Scalar(node.Input(1 - index));
   const bool divides = node.type() == "Div";
-  if (!number || *number == 0 || (divides && index == 1)) Refuse(ReasonCode::kScoresFactor, Described(node));
-  return divides ? 1 / *number : *number;
+  const double factor = divides ? 1 / number.value_or(0) : number.value_or(0);
+  const bool is_real = std::isfinite(factor) && static_cast<float>(factor) != 0;
+  if (!is_real || (divides && index == 1)) Refuse(ReasonCode::kScoresFactor, Described(node));
+  return factor;
 }
 
 // Return the mask of a Where that replaces masked scores by -Inf or the lowest float.

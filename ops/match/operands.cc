@@ -302,7 +302,7 @@ bool IsWholeSlice(const Dimensions& dims, const Node& node) {
 double ScaleAttribute(const Node& node) { return node.Float("scale", 0); }
 
 double CheckedSoftcap(double softcap) {
-  if (softcap == 0 || (softcap >= kLeastSoftcap && softcap <= kMostSoftcap)) return softcap;
+  if (IsSoftcap(softcap)) return softcap;
   Refuse(ReasonCode::kSoftcap, softcap, double{kLeastSoftcap}, double{kMostSoftcap});
 }
 

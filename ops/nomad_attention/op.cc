@@ -48,7 +48,7 @@ class Kernel {
     call_.scale = FloatAttributeOr(info, "scale", 0);
     if (!std::isfinite(call_.scale)) throw node_.Error("scale is ", call_.scale, ", expected a finite value");
     call_.softcap = FloatAttributeOr(info, "softcap", 0);
-    if (call_.softcap != 0 && !(call_.softcap >= kLeastSoftcap && call_.softcap <= kMostSoftcap)) {
+    if (!IsSoftcap(call_.softcap)) {
       throw node_.Error("softcap is ", call_.softcap, ", expected 0, or ", kLeastSoftcap, " to ", kMostSoftcap);
     }
     call_.causal = node_.Flag(info, "causal");

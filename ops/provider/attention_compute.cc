@@ -137,6 +137,9 @@ AttentionCompute::AttentionCompute(ContextReader& reader, const IoSlots& slots) 
       (!spec_.has_cache && parts_.empty() && !spec_.inputs[1].slot)) {
     throw Error("its record lacks an input, or has ", spec_.heads, " heads and ", spec_.kv_heads, " key heads");
   }
+  if (!IsSoftcap(spec_.softcap)) {
+    throw Error("softcap is ", spec_.softcap, ", expected 0, or ", kLeastSoftcap, " to ", kMostSoftcap);
+  }
   for (size_t role = 0; role < 3; ++role) {
     const int64_t count = static_cast<int64_t>(spec_.biases[role].size());
     if (count != 0 && count != WidthOf(role)) throw Error("its ", kRoles[role], " bias has ", count, " values");
@@ -326,7 +329,7 @@ FloatInput AttentionCompute::ReadPadding(const MaskSpec& mask, const Shape& scor
     const int64_t row = (has_rows ? i : i / rows) * keys;
     for (int64_t key = 0; key < keys; ++key) {
       const bool is_shown = rank == 1 ? static_cast<double>(key) < at(i / rows) : at(row + key) > 0;
-      made[i * keys + key] = spec_.causal && key > i % rows ? kLowest : is_shown ? 0.0f : mask.fill;
+      made[i * keys + key] = spec_.causal && key > i % rows + keys - queries ? kLowest : is_shown ? 0.0f : mask.fill;
     }
   }
   return {made, {batch, 1, rows, keys}};

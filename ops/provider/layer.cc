@@ -273,6 +273,7 @@ std::vector<Layer> ReadPackedLayers(const Graph& graph, const QdqPairs& rounding
   for (const Linear& linear : match::PackedLinears(graph, *attention.node, {width, kv_width, kv_width})) {
     if (linear.weight.form == WeightForm::kFloat && rules.precision == Precision::kFloat32) break;
     layers.push_back(LayerOf(graph, roundings, linear, rules));
+    Expect(!layers.back().x_bounds, "its 8-bit input is clipped at 0 and may be negative before it is quantized");
     layers.back().is_inside = true;
   }
   return layers;

@@ -43,11 +43,11 @@ struct Layer {
   Value x = nullptr;  // float
   Value y = nullptr;  // float
   StoredWeight weight;
-  std::shared_ptr<const std::vector<uint8_t>> own_codes;  // of the weight, unless the graph owns them
+  std::shared_ptr<const std::vector<uint8_t>> own_codes;  // owns the integers of the weight; null if the graph does
   std::vector<float> bias;                                // [n], or empty
   bool is_static = false;          // from a model with fixed ranges: a group of such layers may include QDQ pairs
   std::optional<Bounds> x_bounds;  // bounds that clip X
-  bool is_inside = false;          // its node also computes the attention: Attention or QAttention
+  bool is_inside = false;          // Attention or QAttention: the node also computes the attention
 
   int64_t Inputs() const;
   int64_t Columns() const;

@@ -254,6 +254,13 @@ def used_scores(graph: Graph) -> str:
     return graph.op("Add", y, graph.op("ReduceMax", weights))
 
 
+def divided_by_infinity(graph: Graph) -> str:
+    q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
+    scores = graph.op("Tanh", graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)))
+    scores = graph.op("Div", scores, graph.number(np.inf))
+    return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
+
+
 def learned_scale(graph: Graph) -> str:
     q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
     scores = graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2))

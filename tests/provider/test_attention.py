@@ -598,7 +598,7 @@ def test_a_mask_that_a_layer_of_its_group_makes(int8: Any) -> None:
         (other_axis, "its Softmax is not over the last axis"),
         (shown_weights, "its intermediate value 'Softmax_17' is an output of the graph, or computes one"),
         (used_scores, "its intermediate value 'Softmax_17' is an output of the graph, or computes one"),
-        (learned_scale, "Mul '/Mul_14' scales its scores by a factor that is not constant"),
+        (learned_scale, "Mul '/Mul_14' scales its scores by a factor that is not constant, or not finite and nonzero"),
         (other_width_of_values, "head widths of its queries, keys and values are [12, 12, 24], expected equal widths"),
         (filled(hides=True, fill=-10000.0), "replaces scores by a value other than -Inf or the lowest float"),
         (keys_by_queries, ""),  # does not resemble attention

@@ -266,6 +266,8 @@ LARGE = 1 << 40
         ({"head_dim": 0}, "the width of a head is 0"),
         ({"head_dim": 1 << 16}, "queries, keys and values have 1 weights of sizes 48 x 144"),
         ({"scale": bits(np.nan)}, "the scale is NaN"),
+        ({"softcap": bits(np.inf)}, "softcap is inf, expected 0, or"),
+        ({"softcap": bits(-1)}, "softcap is -1, expected 0, or"),
         ({"causal": 2}, "a flag is 2, expected 0 or 1"),
         ({"zero_hidden_rows": -1}, "a flag is -1"),
         ({"is_precise": 2}, "a flag is 2"),

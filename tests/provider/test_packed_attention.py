@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import helper
+from onnx import helper, numpy_helper
 
 import ortolan
 
@@ -241,6 +241,14 @@ def test_quantized_attention(
     for b in range(B):
         assert_same_bits(session.run(None, {name: array[b : b + 1] for name, array in feeds.items()})[0][0], y[b])
     check_round_trip(model, tmp_path, feeds)
+
+
+def test_an_input_that_quantizing_clips_stays() -> None:
+    model, feeds = quantized_model(np.int8, False, True)
+    (zero,) = (one for one in model.graph.initializer if one.name == "x_zero")
+    zero.CopyFrom(numpy_helper.from_array(np.array(0, np.uint8), "x_zero"))
+    assert "fused" not in claimed(provider_session(model))
+    np.testing.assert_allclose(provider_session(model).run(None, feeds)[0], run(model, feeds)[0], atol=1e-3)
 
 
 def test_quantized_input_that_others_read() -> None:
