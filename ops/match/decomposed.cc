@@ -56,6 +56,11 @@ std::optional<Decomposed::Products> Decomposed::FindProducts() {
     if (use.index == 0 && use.node->IsStandard("IsNaN") && is_nan == nullptr) is_nan = use.node;
     if (use.index == 2 && use.node->IsStandard("Where") && where == nullptr) where = use.node;
   }
+  // Of several IsNaN nodes, take the one that the Where reads: the order of consumers differs between front ends.
+  if (where != nullptr) {
+    const Node* const condition = MakerOf(graph, where->Input(0), "IsNaN");
+    if (condition != nullptr && condition->Input(0) == weights) is_nan = condition;
+  }
   if (is_nan != nullptr) {
     const bool fits =
         where != nullptr && where->Input(0) == is_nan->Output(0) && dims_.NumberOf(where->Input(1)) == 0.0;
