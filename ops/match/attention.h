@@ -103,8 +103,8 @@ struct NotAttention {
   bool cached = true;  // false: FindCachedAttentions found no KV cache
 };
 
-// What com.microsoft's Attention, QAttention and MultiHeadAttention state. Attention and QAttention contain the linear
-// layers of query, key and value.
+// The attributes and inputs of com.microsoft's Attention, QAttention and MultiHeadAttention. The first two also contain
+// the linear layers of query, key and value.
 struct FusedAttention {
   std::array<int64_t, 3> widths{};  // of query, key and value
   int64_t heads = 0;

@@ -56,7 +56,8 @@ std::optional<Decomposed::Products> Decomposed::FindProducts() {
     if (use.index == 0 && use.node->IsStandard("IsNaN") && is_nan == nullptr) is_nan = use.node;
     if (use.index == 2 && use.node->IsStandard("Where") && where == nullptr) where = use.node;
   }
-  // Of several IsNaN nodes, take the one that the Where reads: the order of consumers differs between front ends.
+  // If the weights have several IsNaN nodes, only the one that the Where reads counts. (The order of consumers is not
+  // the same in both front ends.)
   if (where != nullptr) {
     const Node* const condition = MakerOf(graph, where->Input(0), "IsNaN");
     if (condition != nullptr && condition->Input(0) == weights) is_nan = condition;
