@@ -183,7 +183,7 @@ def test_a_dry_run_says_that_it_is_found_later() -> None:
 
 
 # Forms without a padding mask.
-NO_PADDING = {"no mask", "position bias", "causal", "Attention of heads"}
+NO_PADDING = {"no mask", "position bias", "causal", "Attention of heads", "Attention with softcap"}
 
 
 @pytest.mark.parametrize("form", sorted(set(FORMS) - NO_PADDING))
