@@ -166,6 +166,16 @@ Array<int8_t> UnpackInt8GroupArray(const Array<int8_t>& weights, int64_t k, int6
   return q;
 }
 
+Array<uint8_t> PackHighBitsArray(const Array<uint8_t>& q, int64_t bits) {
+  CheckMatrix("q", q, kInt4Bitmap.max_k);
+  Require(bits == 5 || bits == 6, "bits is ", bits, ", expected 5 or 6");
+  CheckValues(q, 0, (1 << bits) - 1);
+  const int64_t k = q.shape(0);
+  const int64_t n = q.shape(1);
+  const std::vector<uint8_t> packed = WithoutGil([&] { return PackHighBits(q.data(), n, k, n, bits); });
+  return ToArray(packed, {BitmapPanels(n), kInt4Bitmap.Tiles(k), 128 * (bits - 4)});
+}
+
 template <typename T>
 Array<T> PackGroupRowsArray(const Array<T>& rows) {
   Require(rows.ndim() == 2 && rows.size() > 0, "rows must be [groups, n], both at least 1");
@@ -205,6 +215,9 @@ void BindPackedWeights(py::module_& module) {
              "Pack uint8 q [k, n], each 0 to 15, into weights u8 [panels, pairs of rows, 64].");
   module.def("unpack_int4_group", &UnpackInt4GroupArray, py::arg("weights").noconvert(), py::arg("k"), py::arg("n"),
              "Return the uint8 [k, n] matrix of pack_int4_group.");
+  module.def(
+      "pack_high_bits", &PackHighBitsArray, py::arg("q").noconvert(), py::arg("bits"),
+      "Pack the bits above the low 4 of uint8 q [k, n], 5 or 6 bits each, into u8 [panels, tiles, 128 (bits - 4)].");
   module.def("pack_int8_group", &PackInt8GroupArray, py::arg("q").noconvert(),
              "Pack int8 q [k, n] into weights i8 [panels, rows, 16, 4].");
   module.def("unpack_int8_group", &UnpackInt8GroupArray, py::arg("weights").noconvert(), py::arg("k"), py::arg("n"),

@@ -22,7 +22,13 @@ std::string ValidateGroups(const BitmapLayout& layout, const GroupClaim& claim) 
   if (claim.k < 1 || claim.k > layout.max_k || claim.n < 1 || claim.n > kMaxDimension) {
     return ErrorText("k x n is ", claim.k, " x ", claim.n, ", expected 1 to ", layout.max_k, " x 1 to ", kMaxDimension);
   }
-  if (!IsGroupSize(claim.group)) return ErrorText("group_size is ", claim.group, ", expected 32, 64 or 128");
+  const bool in_subgroups = claim.subgroups.size != 0;
+  if (in_subgroups && !IsGroupSizeOfSubgroups(claim.group)) {
+    return ErrorText("group_size is ", claim.group, ", expected 64, 128 or 256 with subgroups");
+  }
+  if (!in_subgroups && !IsGroupSize(claim.group)) {
+    return ErrorText("group_size is ", claim.group, ", expected 32, 64 or 128");
+  }
   const int64_t panels = BitmapPanels(claim.n);
   const int64_t groups = ScaleRows(claim.k, claim.group);
   const int64_t bytes = GroupWeightBytes(layout, claim.k, claim.n);
@@ -33,6 +39,13 @@ std::string ValidateGroups(const BitmapLayout& layout, const GroupClaim& claim) 
   if (claim.scale_count != expected) {
     return ErrorText("scales have ", claim.scale_count, " elements, expected ", expected, " (", panels, " panels x ",
                      groups, " groups x ", kPanelColumns, ")");
+  }
+  if (in_subgroups) {
+    if (claim.zero_point_count != 0 || claim.minimum_count != 0) {
+      return ErrorText("zero_points have ", claim.zero_point_count, " elements and minimums ", claim.minimum_count,
+                       ", expected neither with subgroups");
+    }
+    return ValidateSubgroups(claim.subgroups, claim.k, claim.n);
   }
   if (claim.zero_point_count != 0 && claim.minimum_count != 0) {
     return ErrorText("zero_points have ", claim.zero_point_count, " elements and minimums ", claim.minimum_count,

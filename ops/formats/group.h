@@ -2,7 +2,8 @@
 // and group of inputs, and the validation.
 //
 // W is [k, n]: k inputs, n outputs, y = x W. Group g is inputs g G … g G + G - 1 of a column; the last one may be
-// shorter. G is 32, 64 or 128.
+// shorter. G is 32, 64 or 128; with subgroups (formats/subgroup.h), it is 64, 128 or 256 and zero points and minimums
+// are missing.
 //
 //     scales       float32 or float16 [panels, groups, 16]
 //     zero_points  u8 [panels, groups, 16], optional: integers 0 … 15, or with zero_point_steps 16 sixteenths, 0 … 255
@@ -16,6 +17,7 @@
 
 #include "formats/bitmap.h"
 #include "formats/scales.h"
+#include "formats/subgroup.h"
 
 namespace ortolan {
 
@@ -37,7 +39,9 @@ struct GroupView {
   const uint8_t* zero_points = nullptr;
   const uint8_t* minimums = nullptr;
   int64_t zero_point_steps = 1;  // 1 or kFractionSteps
+  SubgroupView subgroups;
 
+  bool HasSubgroups() const { return subgroups.size != 0; }
   bool HasFractions() const { return zero_points != nullptr && zero_point_steps != 1; }
 };
 
@@ -52,6 +56,7 @@ struct GroupClaim {
   int64_t zero_point_count = 0;
   int64_t minimum_count = 0;
   int64_t zero_point_steps = 1;
+  SubgroupClaim subgroups{};
 };
 
 // Bytes of the weights tensor, which is dense. layout: kInt4Bitmap or kInt8Bitmap.

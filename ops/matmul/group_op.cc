@@ -21,11 +21,30 @@ GroupOp::GroupOp(const OrtKernelInfo& info, const char* op_type, int64_t format_
   view.scale_type = scales.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT ? ScaleType::kFloat32 : ScaleType::kFloat16;
   if (zero_points.count > 0) view.zero_points = static_cast<const uint8_t*>(zero_points.data);
   if (minimums.count > 0) view.minimums = static_cast<const uint8_t*>(minimums.data);
-  CheckWeight({&weights, &scales, &zero_points, &minimums},
-              ValidateGroups(kind.layout, {view.k, view.n, view.group, weights.count, scales.count, view.zero_points,
-                                           zero_points.count, minimums.count, view.zero_point_steps}),
+  ConstantTensor subgroup_scales, high_bits;
+  SubgroupView& subgroups = view.subgroups;
+  subgroups.size = SubgroupSize(info);
+  if (view.HasSubgroups()) {
+    subgroups.bits = IntAttributeOr(info, "bits", 4);
+    if (IsThere(info, "subgroup_scales")) subgroup_scales = Constant(info, "subgroup_scales");
+    if (IsThere(info, "high_bits")) high_bits = Constant(info, "high_bits");
+    subgroups.scales = static_cast<const uint8_t*>(subgroup_scales.data);
+    subgroups.high_bits = static_cast<const uint8_t*>(high_bits.data);
+  }
+  CheckWeight({&weights, &scales, &zero_points, &minimums, &subgroup_scales, &high_bits},
+              ValidateGroups(kind.layout, {view.k,
+                                           view.n,
+                                           view.group,
+                                           weights.count,
+                                           scales.count,
+                                           view.zero_points,
+                                           zero_points.count,
+                                           minimums.count,
+                                           view.zero_point_steps,
+                                           {subgroups.size, subgroups.bits, subgroup_scales.count, high_bits.count}}),
               node());
-  if (open_device != nullptr) device_ = open_device(info, w_, node());
+  // Devices multiply with groups only.
+  if (open_device != nullptr && !view.HasSubgroups()) device_ = open_device(info, w_, node());
   LinearLayer layer = LayerOf(kind, w_);
   layer.device = device_.get();
   MakePlan(info, layer);

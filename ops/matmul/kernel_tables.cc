@@ -5,9 +5,9 @@
 namespace ortolan {
 
 // Declares what target_functions.h defines for the targets in the tables.
-#define ORTOLAN_FEATURE_SET(target, features)                                             \
-  namespace target {                                                                      \
-  extern const MatMulFunctions kBf16, kInt8, kInt4, kGroupInt4, kGroupInt8, kBlockSparse; \
+#define ORTOLAN_FEATURE_SET(target, features)                                                        \
+  namespace target {                                                                                 \
+  extern const MatMulFunctions kBf16, kInt8, kInt4, kGroupInt4, kGroupInt8, kSubgroup, kBlockSparse; \
   }
 #include "isa/feature_sets.inc"
 #undef ORTOLAN_FEATURE_SET
@@ -45,6 +45,13 @@ std::span<const MatMulKernel> GroupInt4Kernels() {
 std::span<const MatMulKernel> GroupInt8Kernels() {
   static const MatMulKernel kernels[] = {
 #include "matmul/group_int8_kernels.inc"
+  };
+  return kernels;
+}
+
+std::span<const MatMulKernel> SubgroupKernels() {
+  static const MatMulKernel kernels[] = {
+#include "matmul/subgroup_kernels.inc"
   };
   return kernels;
 }

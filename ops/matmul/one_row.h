@@ -60,7 +60,7 @@ class OneRow {
     auto total = simd::Columns<Simd>::Set(0.0f);
     for (int64_t group = 0; group < whole_groups; ++group) {
       Chains chains(terms.Start(group, 0));
-      ForEach<kUnroll>(kGroupSpans, 1, [&](int) { chains.AddSpan(stream, x); });
+      ForEach<(kUnroll && kGroupSpans <= 4)>(kGroupSpans, 1, [&](int) { chains.AddSpan(stream, x); });
       total = terms.Add(total, chains.Total(), p.scales.Of(group), group, 0);
     }
     if (whole_groups < layer.groups) {
@@ -134,8 +134,10 @@ void WithOneRow(const Layer<Weights>& layer, const Run& run) {
     run.template operator()<OneRow<Simd, Weights, 1>>();
   } else if (layer.group_spans == 2) {
     run.template operator()<OneRow<Simd, Weights, 2>>();
-  } else {
+  } else if (layer.group_spans == 4) {
     run.template operator()<OneRow<Simd, Weights, 4>>();
+  } else {
+    run.template operator()<OneRow<Simd, Weights, 8>>();
   }
 }
 

@@ -176,6 +176,13 @@ struct avx2 : Vectors<avx2, avx2_types> {
   static void StoreBytes(uint8_t* to, __m256i a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), a); }
   static __m256i SetBytes(int value) { return _mm256_set1_epi8(static_cast<char>(value)); }
   static __m256i SubtractBytes(__m256i a, __m256i b) { return _mm256_sub_epi8(a, b); }
+  // A product below 256 does not carry into the odd byte.
+  static __m256i MultiplyBytes(__m256i a, __m256i b) {
+    return _mm256_mullo_epi16(a, _mm256_and_si256(b, _mm256_set1_epi16(0x00ff)));
+  }
+  static __m256i RepeatEachByte(const uint8_t* from) {
+    return _mm256_shuffle_epi8(RepeatEight(from), LoadBytes(kRepeatControl.at));
+  }
   static __m256i ExpandBytes(uint64_t mask, const uint8_t* stored, int first) {
     return ExpandEach(mask, first, [&](int64_t position) { return Load64(stored + position); });
   }

@@ -178,6 +178,13 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
   static void StoreBytes(uint8_t* to, __m512i a) { _mm512_storeu_si512(to, a); }
   static __m512i SetBytes(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
   static __m512i SubtractBytes(__m512i a, __m512i b) { return _mm512_sub_epi8(a, b); }
+  // A product below 256 does not carry into the odd byte.
+  static __m512i MultiplyBytes(__m512i a, __m512i b) {
+    return _mm512_mullo_epi16(a, _mm512_and_si512(b, _mm512_set1_epi16(0x00ff)));
+  }
+  static __m512i RepeatEachByte(const uint8_t* from) {
+    return _mm512_shuffle_epi8(Repeat16(from), LoadBytes(kRepeatControl.at));
+  }
   // Each half uses the shuffles of AVX2.
   static __m512i ExpandBytes(uint64_t mask, const uint8_t* stored, int) {
     return Halves(avx2::ExpandBytes(mask, stored, 0), avx2::ExpandBytes(mask, stored, 32));

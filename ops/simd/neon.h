@@ -153,6 +153,12 @@ struct neon : Vectors<neon, neon_types> {
   static void StoreBytes(uint8_t* to, int32x4_t a) { vst1q_u8(to, BytesOf(a)); }
   static int32x4_t SetBytes(int value) { return IntOf(vdupq_n_u8(static_cast<uint8_t>(value))); }
   static int32x4_t SubtractBytes(int32x4_t a, int32x4_t b) { return IntOf(vsubq_u8(BytesOf(a), BytesOf(b))); }
+  static int32x4_t MultiplyBytes(int32x4_t a, int32x4_t b) { return IntOf(vmulq_u8(BytesOf(a), BytesOf(b))); }
+  static int32x4_t RepeatEachByte(const uint8_t* from) {
+    int32_t four;
+    __builtin_memcpy(&four, from, sizeof(four));
+    return IntOf(vqtbl1q_u8(BytesOf(vdupq_n_s32(four)), vld1q_u8(kRepeatControl.at)));
+  }
   static int32x4_t HighNibbles(int32x4_t a) { return IntOf(vshrq_n_u8(BytesOf(a), 4)); }
   static int32x4_t ExpandBytes(uint64_t mask, const uint8_t* stored, int first) {
     const uint64_t before = (uint64_t{1} << first) - 1;

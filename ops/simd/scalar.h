@@ -122,6 +122,12 @@ struct scalar : Vectors<scalar, scalar_types> {
     // With the top bits masked, no byte borrows from the next one.
     return ((a | 0x80808080u) - (b & 0x7f7f7f7fu)) ^ ((a ^ ~b) & 0x80808080u);
   }
+  static uint32_t MultiplyBytes(uint32_t a, uint32_t b) {
+    // Products below 256 do not carry.
+    uint32_t products = 0;
+    for (int i = 0; i < 32; i += 8) products |= ((a >> i & 0xff) * (b >> i & 0xff)) << i;
+    return products;
+  }
   static uint32_t ExpandBytes(uint64_t mask, const uint8_t* stored, int first) {
     return ExpandBytesElse(0, mask, stored, first);
   }

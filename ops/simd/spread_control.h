@@ -1,4 +1,4 @@
-// Shuffle tables for SpreadBytes. Local to each file that includes it.
+// Shuffle tables for SpreadBytes and RepeatEachByte. Local to each file that includes it.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +23,15 @@ struct SpreadControl {
   alignas(64) uint8_t quad[64] = {};  // offset of the quad within 16 bytes
 };
 constexpr SpreadControl kSpreadControl;
+
+// Byte i of each quad is byte `quad` of the source.
+struct RepeatControl {
+  constexpr RepeatControl() {
+    for (int i = 0; i < 64; ++i) at[i] = static_cast<uint8_t>(i / 4);
+  }
+  alignas(64) uint8_t at[64] = {};
+};
+constexpr RepeatControl kRepeatControl;
 
 }  // namespace
 }  // namespace ortolan::simd

@@ -83,6 +83,8 @@
 //                                           position 0
 //     ExpandBytesElse(fill, mask, p, first) the byte `fill` elsewhere
 //     ExpandWords(mask, p, first)           values of 2 bytes; each of the three may load 64 bytes from p
+//     MultiplyBytes(a, b)                   products of unsigned bytes, which must be below 256
+//     RepeatEachByte(p)                     kLanes bytes, each repeated in its quad
 //     RepeatQuad(p)                         four bytes
 //     PickBytes(RepeatEight(p), positions)  for each position, 0 … 7, that byte of the eight at p
 //     PickWords(RepeatEight(p), positions)  if kDotBf16: for each word, one of the four at p, by its lowest two bits

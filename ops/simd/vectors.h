@@ -121,6 +121,9 @@ struct Vectors : Types {
     __builtin_memcpy(&quad, from, sizeof(quad));
     return Target::SetInt(quad);
   }
+  static Bytes RepeatEachByte(const uint8_t* from) {
+    return MultiplyInt(Target::LoadUint8(from), Target::SetInt(0x01010101));
+  }
   static Bytes AndBytes(Bytes a, Bytes b) { return a & b; }
   static Bytes XorBytes(Bytes a, Bytes b) { return a ^ b; }
   static Bytes LowNibbles(Bytes a) { return AndBytes(a, Target::SetBytes(0x0f)); }

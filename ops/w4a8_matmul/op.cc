@@ -4,7 +4,8 @@
 //                                                                  matmul/linear_plan.h
 //
 // These values mean the same as omitted inputs (see SparseAMXMatMul's adapter): zeros for bias, one zero for residual
-// and minimums, 8 for zero_points (one zero if there are minimums).
+// and minimums, 8 for zero_points (one zero if there are minimums or subgroups), one zero for high_bits. Without
+// subgroups, subgroup_scales and high_bits are ignored.
 #include "matmul/group_op.h"
 #include "operators.h"
 #include "w4a8_matmul/op_opencl.h"
@@ -15,7 +16,6 @@ namespace {
 class Kernel : public GroupOp {
  public:
   static constexpr const char* kOpType = "W4A8MatMul";
-  static constexpr int64_t kFormatVersion = 1;
   static constexpr LinearInput kInputs[] = {{"X"},
                                             {"weights", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8},
                                             {"scales", ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED},
@@ -24,10 +24,16 @@ class Kernel : public GroupOp {
                                             {"zero_points", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8},
                                             {"norm_weight"},
                                             {"norm_bias"},
-                                            {"minimums", ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED}};
+                                            {"minimums", ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED},
+                                            {"subgroup_scales", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8},
+                                            {"high_bits", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8}};
 
   explicit Kernel(const OrtKernelInfo& info)
-      : GroupOp(info, kOpType, kFormatVersion, kInputs, Int4Groups(), &OpenOnOpenCl) {}
+      : GroupOp(info, kOpType, FormatVersion(info), kInputs, Int4Groups(), &OpenOnOpenCl) {}
+
+ private:
+  // Older libraries must refuse weights in subgroups.
+  static int64_t FormatVersion(const OrtKernelInfo& info) { return SubgroupSize(info) != 0 ? 2 : 1; }
 };
 
 }  // namespace

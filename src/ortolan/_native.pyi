@@ -293,6 +293,9 @@ def pack_int4_group(q: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def unpack_int4_group(weights: NDArray[np.uint8], k: int, n: int) -> NDArray[np.uint8]:
     """Return the [k, n] matrix of `pack_int4_group`."""
 
+def pack_high_bits(q: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """Pack the bits above the low 4 of q [k, n], 5 or 6 bits each (ops/formats/subgroup.h)."""
+
 def pack_int8_group(q: NDArray[np.int8]) -> NDArray[np.int8]:
     """Pack q [k, n] into weights [panels, rows, 16, 4] (ops/formats/int8_group.h)."""
 

@@ -100,7 +100,8 @@ template <typename Scale>
 Array<float> W4A8MatMul(const CastArray<float>& x, const Array<uint8_t>& weights, const Array<Scale>& scales,
                         int64_t group_size, int64_t k, int64_t n, const std::optional<Array<uint8_t>>& zero_points,
                         const Bias& bias, const KernelName& name, const std::optional<Array<Scale>>& minimums,
-                        int64_t zero_point_steps) {
+                        int64_t zero_point_steps, const std::optional<Array<uint8_t>>& subgroup_scales,
+                        int64_t subgroup_size, const std::optional<Array<uint8_t>>& high_bits, int64_t bits) {
   GroupView view{k, n, group_size, weights.data(), reinterpret_cast<const uint8_t*>(scales.data())};
   view.scale_type = sizeof(Scale) == 4 ? ScaleType::kFloat32 : ScaleType::kFloat16;
   GroupClaim claim{k, n, group_size, weights.size(), scales.size()};
@@ -113,8 +114,12 @@ Array<float> W4A8MatMul(const CastArray<float>& x, const Array<uint8_t>& weights
     view.minimums = reinterpret_cast<const uint8_t*>(minimums->data());
     claim.minimum_count = minimums->size();
   }
+  if (subgroup_scales) {
+    view.subgroups = {subgroup_size, bits, subgroup_scales->data(), high_bits ? high_bits->data() : nullptr};
+    claim.subgroups = {subgroup_size, bits, subgroup_scales->size(), high_bits ? high_bits->size() : 0};
+  }
   RequireNoProblem(ValidateGroups(kInt4Bitmap, claim));
-  return MatMul(GroupWeight{{k, n}, view}, GroupInt4Kernels(), x, bias, name);
+  return MatMul(GroupWeight{{k, n}, view}, view.HasSubgroups() ? SubgroupKernels() : GroupInt4Kernels(), x, bias, name);
 }
 
 // scales: float32, or the bits of float16.
@@ -203,6 +208,7 @@ void BindMatMul(py::module_& module) {
   DefineKernelList(module, "sparse_amx_matmul_int8", &Int8Kernels);
   DefineKernelList(module, "w4a8_matmul", &GroupInt4Kernels);
   DefineKernelList(module, "w8a8_matmul", &GroupInt8Kernels);
+  DefineKernelList(module, "subgroup", &SubgroupKernels);
   DefineKernelList(module, "vnni_spmm", &BlockSparseKernels);
 
   module.def("sparse_amx_matmul", &SparseAmxMatMul, py::arg("x"), py::arg("masks").noconvert(),
@@ -220,7 +226,9 @@ void BindMatMul(py::module_& module) {
     module.def("w4a8_matmul", function, py::arg("x"), py::arg("weights").noconvert(), py::arg("scales").noconvert(),
                py::arg("group_size"), py::arg("k"), py::arg("n"), py::arg("zero_points").noconvert() = py::none(),
                py::arg("bias") = py::none(), py::arg("kernel") = py::none(),
-               py::arg("minimums").noconvert() = py::none(), py::arg("zero_point_steps") = 1);
+               py::arg("minimums").noconvert() = py::none(), py::arg("zero_point_steps") = 1,
+               py::arg("subgroup_scales").noconvert() = py::none(), py::arg("subgroup_size") = 0,
+               py::arg("high_bits").noconvert() = py::none(), py::arg("bits") = 4);
   };
   const auto define_w8a8 = [&](auto* function) {
     module.def("w8a8_matmul", function, py::arg("x"), py::arg("weights").noconvert(), py::arg("scales").noconvert(),

@@ -1,0 +1,118 @@
+// Weights in subgroups for the loops: each row is expanded to int8 in registers. Included by subgroup_kernels.cc only;
+// local to each.
+#pragma once
+
+#include "matmul/weights/group.h"
+#include "matmul/weights/int4.h"
+
+namespace ortolan {
+namespace {
+
+template <typename Simd, int kBits>
+struct SubgroupRows : ByteProducts<Simd, false> {
+  using Columns = simd::Columns<Simd>;
+  using Bytes = typename Columns::Bytes;
+  static constexpr bool kStoredTiles = false;
+  // As for Int4GroupRows.
+  static constexpr bool kBuffered = Simd::kRegisters == 16 && Simd::kLanes > 1;
+  static constexpr Fetch kFetchOneRow = Fetch::kMultiply;
+  static constexpr int kOneRowChains = kMostOneRowChains<Simd>;
+  static constexpr int kMostChains = 2;
+
+  static int64_t OneRowAhead(const PrefetchDistances& ahead) { return ahead.int4; }
+
+  // Rows as v (formats/subgroup.h), plus the bias that the target's products need.
+  class Stream {
+    static constexpr int kHighBits = kBits - 4;
+    static constexpr int kRowsOfHighBits = kHighBits > 0 ? 8 / kHighBits : 1;
+
+   public:
+    Stream(const GroupWeight& w, int64_t panel, const PrefetchDistances& ahead)
+        : values(w.view.weights + panel * kInt4Bitmap.Tiles(w.k) * kInt4Bitmap.TileEntries()),
+          scales_(w.view.subgroups.scales + panel * w.view.subgroups.Rows(w.k) * kPanelColumns),
+          high_(w.view.subgroups.high_bits + panel * PanelHighBytes(w.k, kBits)),
+          half_span_bytes_(w.view.subgroups.size == kSubgroupInputs ? kPanelColumns : 0),
+          ahead_(ahead.int4) {}
+
+    template <Fetch kFetch>
+    void StartSpan() const {
+      // A span has 256 bytes of weights and 16 or 32 bytes of subgroup scales.
+      __builtin_prefetch(scales_ + ahead_ / 8);
+    }
+    template <Fetch kFetch, bool kOddTimes16>
+    Bytes Next(int row) {
+      if (row % 4 == 0) LoadScales(row);
+      if (row % 2 == 0) {
+        __builtin_prefetch(values + ahead_);
+        bytes_ = Columns::LoadBytes(values);
+        values += kLineBytes;
+      }
+      if constexpr (kHighBits > 0) {
+        if (row % kRowsOfHighBits == 0) {
+          __builtin_prefetch(high_ + ahead_ * kHighBits / 4);
+          high_bytes_ = Columns::LoadBytes(high_);
+          high_ += kLineBytes;
+        }
+      }
+      const Bytes v = Columns::template Of<Bytes>([&](int i) {
+        auto q = row % 2 == 0 ? Simd::LowNibbles(bytes_.at[i]) : Simd::HighNibbles(bytes_.at[i]);
+        if constexpr (kHighBits > 0) {
+          const auto mask = Simd::SetBytes(kBits == 5 ? 0x10 : 0x30);
+          q = Simd::OrInt(q, Simd::AndBytes(Simd::template ShiftRightInt<4 - kHighBits>(high_bytes_.at[i]), mask));
+        }
+        return Simd::SubtractBytes(Simd::MultiplyBytes(q, steps_.at[i]), offsets_.at[i]);
+      });
+      if constexpr (kHighBits > 0) {
+        // Bits that enter a byte from its neighbour never reach the bits that are read.
+        high_bytes_ = Columns::template Of<Bytes>(
+            [&](int i) { return Simd::template ShiftLeftInt<kHighBits>(high_bytes_.at[i]); });
+      }
+      return v;
+    }
+    void EndSpan() {}
+    // Move to the position of another stream of the panel.
+    void MoveTo(const Stream& other) {
+      values = other.values;
+      scales_ = other.scales_;
+      high_ = other.high_;
+    }
+
+    const uint8_t* values;
+
+   private:
+    // Load s and s z of the next four rows.
+    __attribute__((always_inline)) void LoadScales(int row) {
+      const Bytes stored =
+          Columns::template Of<Bytes>([&](int i) { return Simd::RepeatEachByte(scales_ + i * Simd::kLanes); });
+      // Half a span after its start, a subgroup of 32 inputs continues.
+      scales_ += row % 8 == 0 ? half_span_bytes_ : kPanelColumns;
+      const auto scale_mask = Simd::SetBytes((1 << (8 - kBits)) - 1);
+      const auto zero_mask = Simd::SetBytes((1 << kBits) - 1);
+      const auto bias = Simd::SetBytes(Simd::kInt8Bias);
+      steps_ = Columns::template Of<Bytes>([&](int i) { return Simd::AndBytes(stored.at[i], scale_mask); });
+      offsets_ = Columns::template Of<Bytes>([&](int i) {
+        const auto zeros = Simd::AndBytes(Simd::template ShiftRightInt<8 - kBits>(stored.at[i]), zero_mask);
+        const auto product = Simd::MultiplyBytes(zeros, steps_.at[i]);
+        if constexpr (Simd::kInt8Bias == 0) return product;
+        return Simd::SubtractBytes(product, bias);
+      });
+    }
+
+    const uint8_t* scales_;
+    const uint8_t* high_;
+    int64_t half_span_bytes_;
+    int64_t ahead_;
+    Bytes bytes_;
+    Bytes high_bytes_;
+    Bytes steps_;
+    Bytes offsets_;
+  };
+};
+
+template <typename Simd, int kBits>
+struct SubgroupWeights : GroupWeights<Simd, SubgroupRows<Simd, kBits>> {
+  static bool Takes(const GroupWeight& w) { return w.view.subgroups.bits == kBits; }
+};
+
+}  // namespace
+}  // namespace ortolan
