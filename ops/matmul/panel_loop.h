@@ -43,6 +43,7 @@
 #include "matmul/one_row.h"
 #include "matmul/pairs_loop.h"
 #include "matmul/panel.h"
+#include "matmul/subgroup_loop.h"
 #include "matmul/wide_groups.h"
 
 namespace ortolan {
@@ -87,7 +88,10 @@ class PanelLoop {
         return ConvertedLoop<Simd, Weights, WordProducts<Simd>>::Run(args, panel_begin, panel_end);
       }
     }
-    if constexpr (kPairs && Weights::kRowInputs == 2) {
+    if constexpr (kHasSubgroupLoop<Weights>) {
+      if (args.m == 1 && RunOneRow<Weights>(args, panel_begin, panel_end)) return;
+      SubgroupLoop<Simd, Weights>::Run(args, panel_begin, panel_end);
+    } else if constexpr (kPairs && Weights::kRowInputs == 2) {
       PairsLoop<Simd, Weights>::Run(args, panel_begin, panel_end);
     } else if constexpr (FewRows::kMostRows < kAnyRows) {
       if (args.m == 1 && RunOneRow<typename FewRows::Type>(args, panel_begin, panel_end)) return;
