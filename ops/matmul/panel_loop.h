@@ -23,6 +23,7 @@
 //                                a row of weights, part by part: with few registers only one part is held
 //     MultiplyAdd, kMostHeld, kInputsTogether, …
 //                                all parts; see activations.h
+//     kQuadsOfWords              optional: if above 0, two or more rows of x are multiplied by subgroup_loop.h
 //     kFloatSums                 sums are floats, in one order for any number of rows: few rows are multiplied by
 //                                few_float_rows.h, which lists its requirements
 //     kOneRowChains, kMostChains, AddChains

@@ -29,9 +29,7 @@ def test_shapes(kernel: str, bits: int, subgroup: int) -> None:
         for n in (1, 16, 17, 50):
             bias = rng.standard_normal(n, dtype=np.float32) if k % 3 else None
             group = GROUPS[(k + n) % 3]
-            layer = SubgroupLayer.in_subgroups(
-                rng, k, n, group, subgroup=subgroup, bits=bits, half=bool(k % 2)
-            )
+            layer = SubgroupLayer.in_subgroups(rng, k, n, group, subgroup=subgroup, bits=bits, half=bool(k % 2))
             for m in (1, 2, 5, 8, 16, 33):
                 x = rng.standard_normal((m, k), dtype=np.float32)
                 layer.check(layer.multiply(x, bias, kernel), x, bias)
@@ -86,8 +84,10 @@ def extreme(bits: int, q: int, z: int, s: int) -> SubgroupLayer:
 @each_kernel
 @pytest.mark.parametrize(
     ("bits", "q", "z", "s"),
-    [(4, 15, 0, 8), (4, 0, 15, 8), (4, 15, 7, 15), (4, 0, 8, 15), (4, 15, 15, 15), (4, 8, 15, 15)]
-    + [(5, 31, 0, 4), (5, 0, 31, 4), (5, 31, 13, 7), (5, 31, 31, 7), (6, 63, 0, 2), (6, 0, 63, 2), (6, 63, 21, 3)],
+    [
+        *((4, 15, 0, 8), (4, 0, 15, 8), (4, 15, 7, 15), (4, 0, 8, 15), (4, 15, 15, 15), (4, 8, 15, 15)),
+        *((5, 31, 0, 4), (5, 0, 31, 4), (5, 31, 13, 7), (5, 31, 31, 7), (6, 63, 0, 2), (6, 0, 63, 2), (6, 63, 21, 3)),
+    ],
 )
 @pytest.mark.parametrize("sign", [1, -1])
 def test_largest_sums_are_exact(kernel: str, bits: int, q: int, z: int, s: int, sign: int) -> None:
