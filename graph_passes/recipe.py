@@ -279,8 +279,8 @@ class Recipe:
             options: Values by name: `{"sparsity": 0.7}`, or `{"prune.sparsity": 0.7}` if two passes have the option.
                 "prune.1.sparsity" is that of the first of several prune passes. Options such as "select", "exclude"
                 and "fuse" are set in all passes of one name. An option that has an effect in only some of these passes
-                is set only there. "select", "exclude", "precision" and "reproducible" are set in all passes that replace
-                attention.
+                is set only there. "select", "exclude", "precision" and "reproducible" are set in all passes that
+                replace attention.
 
         Raises:
             ArgumentTypeError: `options` is not a mapping.

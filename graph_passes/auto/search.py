@@ -266,10 +266,7 @@ class Search:
     def _fastest(self, steps: int, path: Sequence[Step], trials: Trials) -> Made | None:
         """Return the fastest model within the budget, with or without fused attention; None: the original."""
         while True:
-            tried = [
-                trials.make(path[:steps], attention)
-                for attention in self._fusions()
-            ]
+            tried = [trials.make(path[:steps], attention) for attention in self._fusions()]
             made = [one for one in tried if one is not None]
             if made:
                 self._progress(Stage.TIME_MODELS, 0, 1)
@@ -287,7 +284,7 @@ class Search:
             steps //= 2
 
     def _fusions(self) -> list[bool]:
-        """Return whether to try models without and with fused attention. ONNX Runtime's attention depends on the CPU."""
+        """Return whether to try models without and with fused attention. ONNX Runtime's bits depend on the CPU."""
         if not self._has_attention:
             return [False]
         return [True] if self._settings.reproducible is not None else [False, True]

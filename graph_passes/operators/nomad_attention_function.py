@@ -1,8 +1,8 @@
 """NoMADAttention (scaled dot-product attention) without a cache as an ONNX function.
 
 The function is the operator's specification, and the fallback without Ortolan's library.
-It uses only operators whose meaning has not changed since opset 13. The attributes `precision` and `reproducible` choose
-how the kernel rounds and in which order it sums; the function ignores them.
+It uses only operators whose meaning has not changed since opset 13. It ignores the attributes `precision` and
+`reproducible`, which choose how the kernel rounds and in which order it sums.
 """
 
 from __future__ import annotations

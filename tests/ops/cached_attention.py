@@ -201,7 +201,6 @@ def node_model(
             "causal": int(setup.causal),
             "zero_hidden_rows": int(setup.zero_hidden_rows),
             "precision": setup.precision,
-            "any_order": 0,
             "rotary_interleaved": int(setup.rotary == "interleaved"),
         }
         | ({"softcap": setup.softcap} if setup.softcap else {})

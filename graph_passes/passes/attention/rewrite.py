@@ -49,8 +49,8 @@ class AttentionOptions(PassOptions):
         super().__post_init__()
         if self.reproducible is not None and self.precision != "bf16":
             raise RecipeError(
-                f'reproducible = "{self.reproducible}" needs precision = "bf16"; precision is "{self.precision}", whose '
-                "bits depend on the CPU; leave reproducible out"
+                f'reproducible = "{self.reproducible}" needs precision = "bf16"; precision is "{self.precision}", '
+                "whose bits depend on the CPU; leave reproducible out"
             )
 
 
