@@ -66,9 +66,8 @@ def test_heads_and_threads(heads: int, kv_heads: int, head_dim: int, threads: in
 )
 def test_prompts_of_bf16(reproducible: bool, heads: int, kv_heads: int, head_dim: int, masked: bool) -> None:
     """Calls may round to bf16 if they have more than SHORT tokens. Reproducible ones always do."""
-    setup = Setup(heads, kv_heads, head_dim, rotary="half", mask=masked, precision=16)
-    where = {"reproducible": "everywhere"} if reproducible else {}
-    ours, decoder = session(node_model(setup, **where), threads=2), Decoder(setup)
+    setup = Setup(heads, kv_heads, head_dim, rotary="half", mask=masked, precision=16, reproducible=reproducible)
+    ours, decoder = session(node_model(setup), threads=2), Decoder(setup)
     rng = np.random.default_rng(head_dim)
     for queries in (40, 1, 9, 3, 130):
         mask = None
@@ -86,8 +85,8 @@ def test_prompts_of_bf16(reproducible: bool, heads: int, kv_heads: int, head_dim
 
 def test_reproducible_calls_have_the_bits_of_the_scalar_kernel() -> None:
     """Short calls too, which other nodes compute in an order that depends on the CPU."""
-    setup = Setup(6, 2, 36, precision=16)
-    ours, decoder = session(node_model(setup, reproducible="everywhere"), threads=2), Decoder(setup, 2)
+    setup = Setup(6, 2, 36, precision=16, reproducible=True)
+    ours, decoder = session(node_model(setup), threads=2), Decoder(setup, 2)
     for queries in (40, 1, 3, 9):
         call = decoder.call(queries)
         y = ours.run(None, call.feeds)[0].reshape(2, queries, 6, 36)
@@ -96,6 +95,15 @@ def test_reproducible_calls_have_the_bits_of_the_scalar_kernel() -> None:
                 given = call.q[b, head : head + 1], call.k[b][head // 3], call.v[b][head // 3], 36**-0.5
                 alone = _testing.nomad_attention(*given, causal=True, kernel="scalar/16")
                 assert_same_bits(y[b, :, head], alone[0])
+
+
+@kinds
+def test_reproducible_calls_over_every_kind_of_cache(kind: str) -> None:
+    setup = Setup(4, 2, 32, kind, rotary="half", precision=16, reproducible=True)
+    ours, decoder = session(node_model(setup), threads=2), Decoder(setup)
+    for queries in CALLS:
+        call = decoder.call(queries)
+        call.check(ours.run(None, call.feeds))
 
 
 @pytest.mark.parametrize("kind", ["codes", "codes_float"])
