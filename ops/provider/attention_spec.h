@@ -48,7 +48,7 @@ struct AttentionSpec {
   bool is_precise = false;  // as match::Attention::precise
   bool is_beside_cache = false;
   bool reproducible = false;  // the same bits on every CPU, unless is_precise
-  NamedInput zero_rows;  // bool: rows set to zero where true
+  NamedInput zero_rows;       // bool: rows set to zero where true
   std::vector<MaskSpec> masks;
   match::Layout output_layout = match::Layout::kByRows;
   std::optional<size_t> y;  // nullopt if no node reads the output

@@ -91,8 +91,8 @@ void BindAttention(py::module_& module) {
              py::arg("mask") = py::none(), py::arg("causal") = false, py::arg("zero_hidden_rows") = false,
              py::arg("precision") = 32, py::arg("softcap") = 0.0f, py::arg("kernel") = py::none());
   module.def("run_attention_plan", &RunPlan, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("scale"),
-             py::arg("causal") = false, py::arg("precision") = 32, py::arg("reproducible") = false, py::arg("threads") = 1,
-             py::arg("most_bytes") = py::none());
+             py::arg("causal") = false, py::arg("precision") = 32, py::arg("reproducible") = false,
+             py::arg("threads") = 1, py::arg("most_bytes") = py::none());
 }
 
 }  // namespace ortolan

@@ -331,9 +331,7 @@ class Call:
                 return
             for i in np.flatnonzero(sees):
                 k, at = self.keys_of(b, i).repeat(group, 0), slice(i, i + 1)
-                assert_attention_close(
-                    y[:, at], q[:, at], k, v, scale, whole[:, at], False, precision, setup.softcap
-                )
+                assert_attention_close(y[:, at], q[:, at], k, v, scale, whole[:, at], False, precision, setup.softcap)
             return
         for kv_head in range(setup.kv_heads):
             heads = slice(kv_head * group, (kv_head + 1) * group)
