@@ -233,8 +233,8 @@ def search(
         ModelError: The model cannot be read, or is already optimized.
     """
     given = {"budget": budget, "max_perplexity_increase": max_perplexity_increase, "portable": portable}
-    given["reproducible"] = reproducible
-    read_options("search", None, {**given, "threads": threads, "progress": progress})
+    more = {"reproducible": reproducible, "threads": threads, "progress": progress}
+    read_options("search", None, {**given, **more})
     settings = AutoSettings.read(budget, shapes, sparsity, max_perplexity_increase, reproducible)
     source = _load(model)
     feeds, description = None, None
