@@ -5,9 +5,10 @@ python -m tools.compare_cpus --texts FILE [--model all-minilm-l6-v2] [--weights 
 The model is optimized once for the fastest order of sums and once with reproducible="everywhere". Each feature set of
 --isa (by default, all that this CPU has) embeds the texts with the first model. The second model has the bits of CPUs
 with fast bf16 pairs (AMD Zen 4 and later), so a CPU without them can be compared with those. Feature sets with equal
-vectors are one kind. The original float model is compared too, for scale. For each pair of kinds, each text is a query with its vector of one kind against the vectors of
-the other kind; `overlap` is the mean share of its ten nearest texts that stay. FILE has one text a line, or is
-sts-dev.csv.
+vectors are one kind. The original float model is compared too, for scale.
+
+For each pair of kinds, each text is a query with its vector of one kind against the vectors of the other kind.
+`overlap` is the mean share of its ten nearest texts that stay. FILE has one text a line, or is sts-dev.csv.
 """
 
 from __future__ import annotations
