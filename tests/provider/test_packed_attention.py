@@ -18,7 +18,7 @@ from ..passes.fused_graphs import fused_model, unfused
 from ..passes.small_models import op_types, relative_error, run
 from ..passes.test_fused_forms import LOWEST, B, H, K, S, W, add_attribute, attention_model, masks, random, set_mask
 from ..recipes.forms import NAMED
-from .sessions import claimed, needs_provider, plain_session, provider_session
+from .sessions import claimed, exact_session, needs_provider, plain_session, provider_session
 from .test_context import check_round_trip
 
 pytestmark = needs_provider
@@ -274,5 +274,5 @@ def test_layers_that_share_the_quantized_input() -> None:
     model.graph.output.append(helper.make_tensor_value_info("z", onnx.TensorProto.FLOAT, None))
     session = provider_session(model)
     assert {"fused", "quantize"} <= set(claimed(session)) and len(claimed(session)) > 3
-    for y, expected in zip(session.run(None, feeds), plain_session(model).run(None, feeds), strict=True):
+    for y, expected in zip(session.run(None, feeds), exact_session(model).run(None, feeds), strict=True):
         assert relative_error(expected, y) < 0.03
