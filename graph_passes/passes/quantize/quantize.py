@@ -1,10 +1,10 @@
-"""Quantize weights of linear layers to 8-bit or 4-bit integers, if a pass `replace` would then replace the layer.
+"""Quantize weights of linear layers to integers of 4, 5, 6 or 8 bits, if a pass `replace` would then replace the layer.
 
 The formats are in quantizers/grid.py. The methods are
 
     rtn     round each weight to the nearest value
     mse     round to the nearest value, with scales and zero points (or minimums) that minimize the squared error
-            (quantizers/mse.py); with calibration, inputs with more energy (mean x^2) count more
+            (quantizers/mse.py, subgroups.py); with calibration, inputs with more energy (mean x^2) count more
     gptq    round input after input, and let the rest compensate for the error (quantizers/gptq.py); needs calibration
     awq     mse, after inputs of large magnitude have been scaled up (quantizers/awq.py, fold_scales.py); needs
             calibration
@@ -269,7 +269,7 @@ def put_quantized(
 def _spill(context: PassContext, name: str, rounded: QuantizedMatrix, quantization: Quantization) -> QuantizedWeight:
     add = context.spill.add
     q_type = ir.DataType.INT8 if quantization.symmetric else ir.DataType.UINT8
-    zeros, minimums = rounded.zero_points, rounded.minimums
+    zeros, minimums, steps = rounded.zero_points, rounded.minimums, rounded.subgroup_scales
     if zeros is not None and quantization.fractions:
         zeros = (zeros * quantization.zero_point_steps).astype(np.uint8)
     return QuantizedWeight(
@@ -279,6 +279,8 @@ def _spill(context: PassContext, name: str, rounded: QuantizedMatrix, quantizati
         add(f"{name}.scales", rounded.scales, ir.DataType.FLOAT),
         None if zeros is None else add(f"{name}.zero_points", zeros, ir.DataType.UINT8),
         None if minimums is None else add(f"{name}.minimums", minimums, ir.DataType.FLOAT),
+        None if steps is None else add(f"{name}.subgroup_scales", steps, ir.DataType.UINT8),
+        subgroup_size=quantization.subgroup_size,
         fractions=quantization.fractions,
     )
 
