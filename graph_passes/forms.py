@@ -9,8 +9,8 @@
     cache       KV cache of attention: codes (4-bit keys, int8 values) or float32
     ignore      layers that keep a higher precision
 
-The operator follows from the format: W4A8MatMul for 4 to 6 bits if weights are not pruned, VNNISpMM for 4x1, MaskedMatMul
-for layers that skip inputs, SparseAMXMatMul for all others.
+The operator follows from the format: W4A8MatMul for 4 to 6 bits if weights are not pruned, VNNISpMM for 4x1,
+MaskedMatMul for layers that skip inputs, SparseAMXMatMul for all others.
 """
 
 from __future__ import annotations
@@ -140,17 +140,15 @@ class Form(PassOptions):
         if "hqq" in self.method and self._subgroup_size is not None:
             advice = "give 64 or 128, or another method" if self.weights == "int4" else "give another method"
             raise RecipeError(
-                f"method is 'hqq', which fits fractional zero points, but group_size={self._subgroup_size} has integers; "
-                f"{advice}"
+                f"method is 'hqq', which fits fractional zero points, but group_size={self._subgroup_size} has "
+                f"integers; {advice}"
             )
 
     def _check_groups(self) -> None:
         dense = self.sparsity is None and self.pattern is None
         if self.weights in _ONLY_SUBGROUPS and not dense:
             name = "sparsity" if self.sparsity is not None else "pattern"
-            raise RecipeError(
-                f"weights is {self.weights!r}, expected 'int8' or 'int4' with {name}; W4A8MatMul is dense"
-            )
+            raise RecipeError(f"weights is {self.weights!r}, expected 'int8' or 'int4' with {name}; leave it out")
         if self.weights in _ONLY_SUBGROUPS and self.group_size not in (None, *SUBGROUP_SIZES):
             raise RecipeError(f"group_size is {self.group_size}, expected 16 or 32 with weights={self.weights!r}")
         if self.group_size == SUBGROUP_SIZES[0] and not dense:

@@ -12,13 +12,14 @@ Three choices differ from the paper (their gains are in docs/verification.md):
 
 Order: choose_order in hessian.py. Without act_order, inputs keep their order.
 
-Grids: all grids are fitted to W beforehand (mse.py, subgroups.py), so groups are runs of neighbouring inputs in any order, and no
-g_idx is stored. The importance of input i is 1 / U_ii^2, because ||XW - XV||^2 is the sum of (w_i - v_i)^2 / U_ii^2
+Grids: all grids are fitted to W beforehand (mse.py, subgroups.py), so groups are runs of neighbouring inputs in any
+order, and no g_idx is stored. The importance of input i is 1 / U_ii^2, because ||XW - XV||^2 is the sum of (w_i - v_i)^2 / U_ii^2
 over the updated w.
 
 Refinement: the greedy loop does not revise earlier inputs. So a few sweeps follow: each group gets the best scale (and
-minimum) for its q (and the steps of its subgroups), by least squares under H; then each weight is rounded again with all others fixed (coordinate
-descent, as in QuantEase: Behdin et al., arXiv:2309.01885). No step increases ||XW - XV||^2.
+minimum) for its q, by least squares under H, while zero points and the steps of subgroups stay; then each weight is
+rounded again with all others fixed (coordinate descent, as in QuantEase: Behdin et al., arXiv:2309.01885). No step
+increases ||XW - XV||^2.
 
 Zero weights stay zero. Their updates count as rounding error and are passed on, as in SparseGPT (Frantar, Alistarh,
 ICML 2023, section 3.3), so pruned layers keep their pattern. The error of pruning itself is not compensated, because

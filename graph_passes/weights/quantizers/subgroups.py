@@ -22,7 +22,7 @@ import numpy as np
 from .grid import LARGEST_VALUE, SMALLEST_SCALE, Grid, Quantization, group_scale, nearest_step
 
 COLUMNS = 512  # number of columns searched together: a compromise between NumPy's overhead and the caches
-# Fractions of max |W| / 127 that are tried as scales, by bits: the fewer steps there are, the more depends on the scale.
+# Fractions of max |W| / 127 that are tried as scales, by bits: with fewer steps, the scale matters more.
 _SCALES = {
     4: (0.8, 0.9, 1.0, 1.1),
     5: (0.8, 0.88, 0.96, 1.04, 1.12, 1.2),
