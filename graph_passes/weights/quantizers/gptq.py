@@ -13,8 +13,8 @@ Three choices differ from the paper (their gains are in docs/verification.md):
 Order: choose_order in hessian.py. Without act_order, inputs keep their order.
 
 Grids: all grids are fitted to W beforehand (mse.py, subgroups.py), so groups are runs of neighbouring inputs in any
-order, and no g_idx is stored. The importance of input i is 1 / U_ii^2, because ||XW - XV||^2 is the sum of (w_i - v_i)^2 / U_ii^2
-over the updated w.
+order, and no g_idx is stored. The importance of input i is 1 / U_ii^2, because ||XW - XV||^2 is the sum of (w_i -
+v_i)^2 / U_ii^2 over the updated w.
 
 Refinement: the greedy loop does not revise earlier inputs. So a few sweeps follow: each group gets the best scale (and
 minimum) for its q, by least squares under H, while zero points and the steps of subgroups stay; then each weight is
