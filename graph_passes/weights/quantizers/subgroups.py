@@ -14,7 +14,7 @@ never worse. The error is the sum of importance (w - v)^2, where the importance 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,15 +22,13 @@ import numpy as np
 from .grid import LARGEST_VALUE, SMALLEST_SCALE, Grid, Quantization, group_scale, nearest_step
 
 COLUMNS = 512  # number of columns searched together: a compromise between NumPy's overhead and the caches
-# Fractions of max |W| / 127 that are tried as scales, by bits: with fewer steps, the scale matters more.
-_SCALES = {
-    4: (0.8, 0.9, 1.0, 1.1),
-    5: (0.8, 0.88, 0.96, 1.04, 1.12, 1.2),
-    6: (0.8, 0.88, 0.96, 1.04, 1.12, 1.2),
+# By bits: fractions of max |W| / 127 that are tried as scales, and steps that are tried, relative to the rounded step
+# that just holds the range. With fewer steps, the scale matters more.
+_TRIED: Mapping[int, tuple[tuple[float, ...], tuple[int, ...]]] = {
+    4: ((1.05, 1.2), (-1, 0, 1, 2)),
+    5: ((0.8, 0.9, 1.0, 1.1, 1.2), (0, 1)),
+    6: ((0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5), (0, 1)),
 }
-# Steps that are tried, relative to the rounded step that just holds the range.
-_STEPS = (-2, -1, 0, 1)
-_TURNS = 2  # number of improvements
 _LARGEST = np.float32(np.finfo(np.float32).max)
 
 
@@ -111,10 +109,9 @@ class _Search:
         step, zero = nearest_step(self._low, self._high, scale, self._quantization)
         best = _Lines(scale, step, zero, self._loss(scale, step, zero))
         largest = self._in_units(self._largest)
-        for fraction in _SCALES[self._quantization.bits]:
+        for fraction in _TRIED[self._quantization.bits][0]:
             best.take(self._with_scale(self._stored(largest * np.float32(fraction) / LARGEST_VALUE)))
-        for _ in range(_TURNS):
-            best.take(self._with_scale(self._refitted(best)))
+        best.take(self._with_scale(self._refitted(best)))
         best.scale = np.ldexp(best.scale, self._exponent)
         nothing = self._high <= self._low
         best.step[nothing] = best.zero[nothing] = 0
@@ -136,7 +133,7 @@ class _Search:
         exact = np.rint((self._high - self._low) / (self._levels * np.where(scale > 0, scale, 1)))
         best_step, best_zero = np.ones_like(exact), np.zeros_like(exact)
         least = np.full_like(exact, np.inf)
-        for change in _STEPS:
+        for change in _TRIED[self._quantization.bits][1]:
             step = np.clip(exact + np.float32(change), 1, self._quantization.largest_step)
             for zero, loss in self._zeros(scale, step):
                 better = loss < least
