@@ -169,6 +169,11 @@ class Form(PassOptions):
         return self.weights == "int4" and self._has_few_bits
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """The bits among which a search can choose for each layer of dense int4, in increasing order."""
+        return (4, 8) if self._subgroup_size is None else (4, 5, 6, 8)
+
+    @property
     def _has_few_bits(self) -> bool:
         """True if W4A8MatMul replaces linear layers."""
         return self.weights in _FEW_BITS and self.sparsity is None and self.pattern is None
@@ -255,18 +260,21 @@ class Form(PassOptions):
             words.append("a prompt in the model")
         return "; ".join(words) or "no change"
 
-    def passes(self, eight_bits: Sequence[str] = ()) -> list[Pass]:
+    def passes(self, more_bits: Mapping[int, Sequence[str]] | None = None) -> list[Pass]:
         """Return the passes that produce this format.
 
-        eight_bits: Name patterns of layers that get 8-bit weights, as ignored layers do; only for dense int4.
+        more_bits: Name patterns of layers that get 5, 6 or 8 bits, by bits; only for dense int4. 5 and 6 need
+        subgroups. Layers with 8 bits become what ignored layers become.
         """
-        if eight_bits:
-            return dataclasses.replace(self, ignore=(*self.ignore, *eight_bits)).passes()
+        more_bits = more_bits or {}
+        if more_bits.get(8):
+            eight = dataclasses.replace(self, ignore=(*self.ignore, *more_bits[8]))
+            return eight.passes({bits: names for bits, names in more_bits.items() if bits != 8})
         steps: list[Pass] = [{"name": "normalize"}]
         if self.keeps_stored:
             steps.append({"name": "float_activations"})
         if self.stored is not None:
-            steps += [{"name": "calibrate"}, *self._prune(), *self._quantize()]
+            steps += [{"name": "calibrate"}, *self._prune(), *self._quantize(more_bits)]
         if self.stores_embeddings:
             steps.append({"name": "embeddings"})
         precision = "f32" if self.stored is None else "bf16"
@@ -305,7 +313,7 @@ class Form(PassOptions):
             step["repair"] = True
         return [step]
 
-    def _quantize(self) -> list[Pass]:
+    def _quantize(self, more_bits: Mapping[int, Sequence[str]]) -> list[Pass]:
         if self.stored not in _BITS:
             return []
         if self.pattern == BLOCKS:  # ignored layers too, because VNNISpMM supports only 8 bits
@@ -320,9 +328,11 @@ class Form(PassOptions):
             step["group_size"] = self._group_size
             if self.is_dense_int4:
                 step["symmetric"] = False
-        # The second pass quantizes the layers that the first one excluded.
+        others = [{**step, "bits": bits, "select": list(names)} for bits, names in more_bits.items() if names]
+        step["exclude"] = [*self.ignore, *(name for names in more_bits.values() for name in names)]
+        # The last pass quantizes the layers that the others excluded.
         eight = {"name": "quantize", "bits": 8, "group_size": EIGHT_BIT_GROUP}
-        return [step, *([eight] if self.ignores_in_eight_bits else [])]
+        return [step, *others, *([eight] if self.ignores_in_eight_bits else [])]
 
     def _replace(self) -> list[Pass]:
         if self.pattern == BLOCKS:
