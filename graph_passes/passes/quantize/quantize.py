@@ -4,7 +4,8 @@ The formats are in quantizers/grid.py. The methods are
 
     rtn     round each weight to the nearest value
     mse     round to the nearest value, with scales and zero points (or minimums) that minimize the squared error
-            (quantizers/mse.py, subgroups.py); with calibration, inputs with more energy (mean x^2) count more
+            (quantizers/mse.py, subgroups.py); inputs with more energy (mean x^2) count more, if calibration is given or
+            the model is a decoder, which generates text itself
     gptq    round input after input, and let the rest compensate for the error (quantizers/gptq.py); needs calibration
     awq     mse, after inputs of large magnitude have been scaled up (quantizers/awq.py, fold_scales.py); needs
             calibration
@@ -162,7 +163,8 @@ class QuantizePass(RecipePass):
     ) -> Iterator[tuple[LayerInputs | np.ndarray | QuantizedMatrix | None, list[WeightGroup]]]:
         """Yield the groups, with the inputs that the method needs.
 
-        For gptq: recorded inputs, shared by neighbouring groups. For mse: the inputs' energies, if the user gave feeds.
+        For gptq: recorded inputs, shared by neighbouring groups. For mse: the inputs' energies, unless the feeds are
+        random (_knows_energies).
         Groups with a stored fit for the same options follow, with that fit.
         """
         known = [] if fitted is None else [one for one in groups if fitted.knows(self._fit_key(one, options))]
@@ -174,7 +176,7 @@ class QuantizePass(RecipePass):
                 if fitted is not None and fitted.rows(self._fit_key(group, options)) < group.linears[0].k
             ]
             yield from self._with_hessians(model, others, poor)
-        elif self.options.rounding == "mse" and others and not self.context.evidence.made_up:
+        elif self.options.rounding == "mse" and others and self._knows_energies():
             self.context.evidence.fitted_to = True
             telling = self.context.telling(Stage.CALIBRATE)
             for group, energies in energies_as_it_is(model, self.context.evidence, others, telling):
@@ -207,6 +209,13 @@ class QuantizePass(RecipePass):
                 poor += [group.linears[0].name for group in several]
             yield inputs, several
         note_inputs(self.context, without, poor, "rounded by mse")
+
+    def _knows_energies(self) -> bool:
+        """Return True if the feeds are the user's, or text that a decoder generated, whose energies are as useful."""
+        evidence = self.context.evidence
+        if evidence.made_up:
+            evidence.feeds()  # sets `sampled`
+        return not evidence.made_up or evidence.sampled
 
     def _note_made_up(self) -> None:
         if self.context.evidence.made_up:
