@@ -116,7 +116,7 @@ def test_without_calibration_the_own_next_tokens_count(model: onnx.ModelProto) -
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ({"weights": "int8"}, "max_perplexity_increase chooses 4 or 8 bits for each layer and needs weights='int4'"),
+        ({"weights": "int8"}, "max_perplexity_increase chooses the bits of each layer and needs weights='int4'"),
         ({"weights": "int4", "sparsity": 0.5}, "needs weights='int4', without sparsity"),
         ({"recipe": "auto"}, "or call ortolan.search"),
         ({"weights": "int4", "budget": 0.9}, "budget and max_perplexity_increase exclude each other"),
