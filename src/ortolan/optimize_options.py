@@ -192,8 +192,8 @@ class OptimizeOptions:
         metadata=_about(
             "Accuracy",
             str,
-            "With weights int4: limit the size of the files, such as 100MB; layers get 4, 5, 6 or 8 bits so that the error "
-            "is as small as possible.",
+            "With weights int4: limit the size of the files, such as 100MB; layers get 4, 5, 6 or 8 bits so that "
+            "the error is as small as possible.",
             metavar="SIZE",
         ),
     )
