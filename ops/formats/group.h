@@ -39,7 +39,7 @@ struct GroupView {
   const uint8_t* zero_points = nullptr;
   const uint8_t* minimums = nullptr;
   int64_t zero_point_steps = 1;  // 1 or kFractionSteps
-  SubgroupView subgroups;
+  SubgroupView subgroups{};
 
   bool HasSubgroups() const { return subgroups.size != 0; }
   bool HasFractions() const { return zero_points != nullptr && zero_point_steps != 1; }

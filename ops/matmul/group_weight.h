@@ -1,5 +1,6 @@
-// Weights in groups, of 4 bits (formats/int4_group.h) or 8 bits (formats/int8_group.h), and the formulas of their
-// kernels. x is quantized to int8 per group. Reference: EGEMV, equation 3.
+// Weights in groups, of 4 bits (formats/int4_group.h) or 8 bits (formats/int8_group.h), or in groups with subgroups
+// (formats/subgroup.h), and the formulas of their kernels. x is quantized to int8 per group. Reference: EGEMV,
+// equation 3.
 //
 //     a_ig = max over the l of group g of |x[i, l]|, but at least 2^-100
 //     s_ig = a_ig / 127                                 NaN if the group holds an Inf or a NaN
@@ -7,6 +8,7 @@
 //
 //     y[i, j] = sum over g of s_ig scales[g, j] * D_g  + bias[j]                      i < m, j < n
 //     D_g     = sum over the l of group g of q_il (w[l, j] - zero_points[g, j])       8 bits: no zero point
+//             = sum over the l of group g of q_il v[l, j]                             with subgroups
 //
 // With minimums (4 bits only), products use zero point 8 and the minimum is adjusted for it:
 //

@@ -23,6 +23,7 @@
 //                                a row of weights, part by part: with few registers only one part is held
 //     MultiplyAdd, kMostHeld, kInputsTogether, …
 //                                all parts; see activations.h
+//     kQuadsOfWords              optional: if above 0, two or more rows of x are multiplied by subgroup_loop.h
 //     kFloatSums                 sums are floats, in one order for any number of rows: few rows are multiplied by
 //                                few_float_rows.h, which lists its requirements
 //     kOneRowChains, kMostChains, AddChains
@@ -43,6 +44,7 @@
 #include "matmul/one_row.h"
 #include "matmul/pairs_loop.h"
 #include "matmul/panel.h"
+#include "matmul/subgroup_loop.h"
 #include "matmul/wide_groups.h"
 
 namespace ortolan {
@@ -87,7 +89,10 @@ class PanelLoop {
         return ConvertedLoop<Simd, Weights, WordProducts<Simd>>::Run(args, panel_begin, panel_end);
       }
     }
-    if constexpr (kPairs && Weights::kRowInputs == 2) {
+    if constexpr (kHasSubgroupLoop<Weights>) {
+      if (args.m == 1 && RunOneRow<Weights>(args, panel_begin, panel_end)) return;
+      SubgroupLoop<Simd, Weights>::Run(args, panel_begin, panel_end);
+    } else if constexpr (kPairs && Weights::kRowInputs == 2) {
       PairsLoop<Simd, Weights>::Run(args, panel_begin, panel_end);
     } else if constexpr (FewRows::kMostRows < kAnyRows) {
       if (args.m == 1 && RunOneRow<typename FewRows::Type>(args, panel_begin, panel_end)) return;

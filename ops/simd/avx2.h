@@ -235,12 +235,14 @@ struct avx2 : Vectors<avx2, avx2_types> {
   static __m256i OddBytes(__m256i a) { return _mm256_srai_epi16(a, 8); }
   // Eight products of nibbles fit 16 bits (8 x 2 x 15 x 127 = 30480) and are widened together.
   static constexpr bool kNarrowNibbleSums = true;
+  static constexpr bool kMultipliesPairs = true;
   static __m256i StartNibbleSums(__m256i) { return _mm256_setzero_si256(); }
   // Inline assembly for the reason given at AddPairs.
   static __m256i DotNibbles(__m256i sums, __m256i nibbles, __m256i b) {
     __asm__("vpaddw %1, %0, %0" : "+x"(sums) : "x"(_mm256_maddubs_epi16(nibbles, b)));
     return sums;
   }
+  static __m256i MultiplyPairs(__m256i a, __m256i b) { return _mm256_maddubs_epi16(a, b); }
   static __m256i EndNibbleSums(__m256i sums, __m256i narrow) { return AddPairs(sums, narrow); }
 
   // Rows of words: vpmaddubsw saturates sums of u8 x int8 products, while vpmaddwd is exact.

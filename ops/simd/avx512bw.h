@@ -255,11 +255,13 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
   }
   // Eight products of nibbles fit 16 bits, as in avx2.h.
   static constexpr bool kNarrowNibbleSums = true;
+  static constexpr bool kMultipliesPairs = true;
   static __m512i StartNibbleSums(__m512i) { return _mm512_setzero_si512(); }
   static __m512i DotNibbles(__m512i sums, __m512i nibbles, __m512i b) {
     __asm__("vpaddw %1, %0, %0" : "+v"(sums) : "v"(_mm512_maddubs_epi16(nibbles, b)));
     return sums;
   }
+  static __m512i MultiplyPairs(__m512i a, __m512i b) { return _mm512_maddubs_epi16(a, b); }
   static __m512i EndNibbleSums(__m512i sums, __m512i narrow) { return AddPairs(sums, narrow); }
 
   // Rows of bytes.

@@ -20,6 +20,7 @@ struct avx512vnni : avx512bw {
   static constexpr uint32_t kInt8Bias = 128;
   static __m512i DotInt8(__m512i sums, __m512i a, __m512i b) { return DotQuad(sums, a, b); }
   static constexpr bool kNarrowNibbleSums = false;
+  static constexpr bool kMultipliesPairs = false;
   static constexpr bool kNibblesTimes16 = true;
   static __m512i StartNibbleSums(__m512i sums) { return sums; }
   static __m512i DotNibbles(__m512i sums, __m512i a, __m512i b) { return DotQuad(sums, a, b); }

@@ -23,6 +23,7 @@ struct avxvnni : avx2 {
   static constexpr bool kConvertsInt8 = false;
   static __m256i DotInt8(__m256i sums, __m256i a, __m256i b) { return DotQuad(sums, a, b); }
   static constexpr bool kNarrowNibbleSums = false;
+  static constexpr bool kMultipliesPairs = false;
   static constexpr bool kNibblesTimes16 = true;
   static __m256i StartNibbleSums(__m256i sums) { return sums; }
   static __m256i DotNibbles(__m256i sums, __m256i a, __m256i b) { return DotQuad(sums, a, b); }

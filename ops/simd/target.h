@@ -112,6 +112,12 @@
 //     DotPairs(Int sums, Bytes a, Bytes b)  sums + the dot products of unsigned quads a and signed quads b, exact if
 //                                           every sum of two products fits 16 bits
 //
+// If kMultipliesPairs:
+//
+//     MultiplyPairs(Bytes a, Bytes b)       the sums of two products of unsigned a and signed b as int16, which must
+//     fit;
+//                                           DotNibbles adds them to such sums
+//
 // If kRowPairs:
 //
 //     InterleaveQuads<half>(a, b)           the quads of the lower or upper half of a and b, alternating

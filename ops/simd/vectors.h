@@ -131,6 +131,7 @@ struct Vectors : Types {
   static constexpr int32_t kQuadBias = 0;
   static constexpr uint32_t kNibbleBias = 8;
   static constexpr bool kNarrowNibbleSums = false;
+  static constexpr bool kMultipliesPairs = false;
   static constexpr bool kNibblesTimes16 = false;
   static Int StartNibbleSums(Int sums) { return sums; }
   static Int DotNibbles(Int sums, Bytes a, Bytes b) { return Target::DotInt8(sums, a, b); }

@@ -111,9 +111,31 @@ for m, uses_tiles in ((1, False), (15, False), (16, True)):
     assert (emulator.count("tdpbssd") > 0) == uses_tiles, m
 """
 
+CHECK_SUBGROUPS = """
+import numpy as np
+from tests.ops.single_node import assert_same_bits
+from tests.ops.subgroups import SubgroupLayer
+rng = np.random.default_rng(10)
+for bits in (4, 5, 6):
+    for group, subgroup in ((64, 16), (128, 32), (256, 16)):
+        for k, n in ((1, 1), (100, 17), (300, 40), (1100, 33)):
+            layer = SubgroupLayer.in_subgroups(rng, k, n, group, subgroup=subgroup, bits=bits)
+            x = rng.standard_normal((33, k), dtype=np.float32)
+            for m in (1, 8, 17, 33):
+                if k * n * m > 500_000:
+                    continue
+                y = layer.multiply(x[:m], None, "amx")
+                layer.check(y, x[:m])
+                assert_same_bits(y, layer.multiply(x[:m], None, "scalar"))
+"""
+
 
 def test_shapes() -> None:
     check(CHECK_SHAPES)
+
+
+def test_subgroups() -> None:
+    check(CHECK_SUBGROUPS)
 
 
 def test_bits_are_those_of_the_portable_kernel() -> None:

@@ -151,6 +151,11 @@ struct GroupWeights : Rows {
         minus_sums[g * rows + i] = -sum;
         if (scaled) scaled_sums[g * rows + i] = scale.scale * static_cast<float>(sum);
       }
+      if constexpr (Rows::kOffsetBlocks) {
+        if (rows > 1 && i + 1 == rows) {
+          for (int64_t at = 0; at < rows * padded_k; ++at) block[at] = static_cast<char>(block[at] ^ 0x80);
+        }
+      }
     };
     PackRowBlocks(x, x_row_bytes, m, row_block, packed, PackedRowBytes(w), pack);
   }

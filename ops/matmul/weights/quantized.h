@@ -34,6 +34,8 @@ struct ByteProducts {
 
   static constexpr bool kFloatSums = false;
   static constexpr bool kNarrowChunks = false;
+  // Blocks of two or more rows of x hold x + 128.
+  static constexpr bool kOffsetBlocks = false;
   static constexpr bool kFreeSpans = !kInt4 || !Simd::kNarrowNibbleSums;
   static Sums StartSpan(const Sums& sums) {
     if constexpr (kFreeSpans) return sums;

@@ -12,12 +12,16 @@ template <typename Simd, int kBits>
 struct SubgroupRows : ByteProducts<Simd, false> {
   using Columns = simd::Columns<Simd>;
   using Bytes = typename Columns::Bytes;
+  using Ints = typename Columns::Ints;
   static constexpr bool kStoredTiles = false;
   // As for Int4GroupRows.
   static constexpr bool kBuffered = Simd::kRegisters == 16 && Simd::kLanes > 1;
   static constexpr Fetch kFetchOneRow = Fetch::kMultiply;
   static constexpr int kOneRowChains = kMostOneRowChains<Simd>;
   static constexpr int kMostChains = 2;
+  // Rows of weights whose products with x + 128 are summed in 16-bit words; 0: not by subgroup_loop.h.
+  static constexpr int kQuadsOfWords = !Simd::kMultipliesPairs ? 0 : kBits == 4 ? 4 : kBits == 5 ? 2 : 1;
+  static constexpr bool kOffsetBlocks = kQuadsOfWords > 0;
 
   static int64_t OneRowAhead(const PrefetchDistances& ahead) { return ahead.int4; }
 
@@ -41,33 +45,27 @@ struct SubgroupRows : ByteProducts<Simd, false> {
     }
     template <Fetch kFetch, bool kOddTimes16>
     Bytes Next(int row) {
+      if (row % 4 == 0) {
+        LoadScales(row);
+        const auto bias = Simd::SetBytes(Simd::kInt8Bias);
+        offsets_ = Columns::template Of<Bytes>([&](int i) {
+          const auto product = Simd::MultiplyBytes(zeros_.at[i], steps_.at[i]);
+          if constexpr (Simd::kInt8Bias == 0) return product;
+          return Simd::SubtractBytes(product, bias);
+        });
+      }
+      const Bytes q = NextStored(row);
+      return Columns::template Of<Bytes>(
+          [&](int i) { return Simd::SubtractBytes(Simd::MultiplyBytes(q.at[i], steps_.at[i]), offsets_.at[i]); });
+    }
+    // Return q - z of the next row, and s of the same row as 16-bit words, for subgroup_loop.h.
+    Bytes NextCentered(int row) {
       if (row % 4 == 0) LoadScales(row);
-      if (row % 2 == 0) {
-        __builtin_prefetch(values + ahead_);
-        bytes_ = Columns::LoadBytes(values);
-        values += kLineBytes;
-      }
-      if constexpr (kHighBits > 0) {
-        if (row % kRowsOfHighBits == 0) {
-          __builtin_prefetch(high_ + ahead_ * kHighBits / 4);
-          high_bytes_ = Columns::LoadBytes(high_);
-          high_ += kLineBytes;
-        }
-      }
-      const Bytes v = Columns::template Of<Bytes>([&](int i) {
-        auto q = row % 2 == 0 ? Simd::LowNibbles(bytes_.at[i]) : Simd::HighNibbles(bytes_.at[i]);
-        if constexpr (kHighBits > 0) {
-          const auto mask = Simd::SetBytes(kBits == 5 ? 0x10 : 0x30);
-          q = Simd::OrInt(q, Simd::AndBytes(Simd::template ShiftRightInt<4 - kHighBits>(high_bytes_.at[i]), mask));
-        }
-        return Simd::SubtractBytes(Simd::MultiplyBytes(q, steps_.at[i]), offsets_.at[i]);
-      });
-      if constexpr (kHighBits > 0) {
-        // Bits that enter a byte from its neighbour never reach the bits that are read.
-        high_bytes_ = Columns::template Of<Bytes>(
-            [&](int i) { return Simd::template ShiftLeftInt<kHighBits>(high_bytes_.at[i]); });
-      }
-      return v;
+      const Bytes q = NextStored(row);
+      return Columns::template Of<Bytes>([&](int i) { return Simd::SubtractBytes(q.at[i], zeros_.at[i]); });
+    }
+    Ints Steps() const {
+      return Columns::template Of<Ints>([&](int i) { return Simd::AndInt(steps_.at[i], Simd::SetInt(0x00ff00ff)); });
     }
     void EndSpan() {}
     // Move to the position of another stream of the panel.
@@ -80,7 +78,36 @@ struct SubgroupRows : ByteProducts<Simd, false> {
     const uint8_t* values;
 
    private:
-    // Load s and s z of the next four rows.
+    // Return q of the next row.
+    __attribute__((always_inline)) Bytes NextStored(int row) {
+      if (row % 2 == 0) {
+        __builtin_prefetch(values + ahead_);
+        bytes_ = Columns::LoadBytes(values);
+        values += kLineBytes;
+      }
+      if constexpr (kHighBits > 0) {
+        if (row % kRowsOfHighBits == 0) {
+          __builtin_prefetch(high_ + ahead_ * kHighBits / 4);
+          high_bytes_ = Columns::LoadBytes(high_);
+          high_ += kLineBytes;
+        }
+      }
+      const Bytes stored = Columns::template Of<Bytes>([&](int i) {
+        auto q = row % 2 == 0 ? Simd::LowNibbles(bytes_.at[i]) : Simd::HighNibbles(bytes_.at[i]);
+        if constexpr (kHighBits > 0) {
+          const auto mask = Simd::SetBytes(kBits == 5 ? 0x10 : 0x30);
+          q = Simd::OrInt(q, Simd::AndBytes(Simd::template ShiftRightInt<4 - kHighBits>(high_bytes_.at[i]), mask));
+        }
+        return q;
+      });
+      if constexpr (kHighBits > 0) {
+        // Bits that enter a byte from its neighbour never reach the bits that are read.
+        high_bytes_ = Columns::template Of<Bytes>(
+            [&](int i) { return Simd::template ShiftLeftInt<kHighBits>(high_bytes_.at[i]); });
+      }
+      return stored;
+    }
+    // Load s and z of the next four rows.
     __attribute__((always_inline)) void LoadScales(int row) {
       const Bytes stored =
           Columns::template Of<Bytes>([&](int i) { return Simd::RepeatEachByte(scales_ + i * Simd::kLanes); });
@@ -88,14 +115,9 @@ struct SubgroupRows : ByteProducts<Simd, false> {
       scales_ += row % 8 == 0 ? half_span_bytes_ : kPanelColumns;
       const auto scale_mask = Simd::SetBytes((1 << (8 - kBits)) - 1);
       const auto zero_mask = Simd::SetBytes((1 << kBits) - 1);
-      const auto bias = Simd::SetBytes(Simd::kInt8Bias);
       steps_ = Columns::template Of<Bytes>([&](int i) { return Simd::AndBytes(stored.at[i], scale_mask); });
-      offsets_ = Columns::template Of<Bytes>([&](int i) {
-        const auto zeros = Simd::AndBytes(Simd::template ShiftRightInt<8 - kBits>(stored.at[i]), zero_mask);
-        const auto product = Simd::MultiplyBytes(zeros, steps_.at[i]);
-        if constexpr (Simd::kInt8Bias == 0) return product;
-        return Simd::SubtractBytes(product, bias);
-      });
+      zeros_ = Columns::template Of<Bytes>(
+          [&](int i) { return Simd::AndBytes(Simd::template ShiftRightInt<8 - kBits>(stored.at[i]), zero_mask); });
     }
 
     const uint8_t* scales_;
@@ -105,6 +127,7 @@ struct SubgroupRows : ByteProducts<Simd, false> {
     Bytes bytes_;
     Bytes high_bytes_;
     Bytes steps_;
+    Bytes zeros_;
     Bytes offsets_;
   };
 };

@@ -107,13 +107,14 @@ def linear_case(weight: Weight, end: End, rows: tuple[int, ...] = ROWS, width: i
     inputs = [name if name in arrays else "" for name in weight.inputs]
     while not inputs[-1]:
         inputs.pop()
-    attributes = weight.attributes | {"activation": end.activation, "gated_columns": end.gated_columns}
+    attributes = {"format_version": 1, "k": weight.k, "n": weight.n} | weight.attributes
+    attributes |= {"activation": end.activation, "gated_columns": end.gated_columns}
     if end.norm:
         attributes["norm_epsilon"] = end.norm
     product = weight.product
     return Case(
         name,
-        one_node(weight.op_type, inputs, constants, feeds, format_version=1, k=weight.k, n=weight.n, **attributes),
+        one_node(weight.op_type, inputs, constants, feeds, **attributes),
         [feeds],
         frozenset({"y"} if weight.integer and end.exact else ()),
         None if product is None else lambda: end.error(product(feeds["x"]), arrays),
@@ -167,7 +168,7 @@ def _rows_product(q: np.ndarray, scales: np.ndarray, group: int | None) -> Calla
 
 GROUP_INPUTS = (
     *("x", "weights", "scales", "bias", "residual", "zero_points"),
-    *("norm_weight", "norm_bias", "minimums"),
+    *("norm_weight", "norm_bias", "minimums", "subgroup_scales", "high_bits"),
 )
 
 
@@ -239,6 +240,41 @@ def minimum_weight(group: int, half: bool, k: int, n: int) -> Weight:
 
 
 INT8_GROUP_INPUTS = ("x", "weights", "scales", "bias", "residual", "norm_weight", "norm_bias")
+
+
+def subgroup_weight(bits: int, group: int, subgroup: int, k: int, n: int) -> Weight:
+    """Return a weight of W4A8MatMul in subgroups with integer scales."""
+    name = f"g{group} s{subgroup} {bits} bits"
+    rng = numbers.generator(f"{name} {k} {n}")
+    rows = (-(-k // subgroup), n)
+    zeros = rng.integers(0, 2**bits, rows).astype(np.uint8)
+    largest = 127 // np.maximum(zeros, 2**bits - 1 - zeros)
+    steps = np.minimum(rng.integers(0, 2 ** (8 - bits), rows), largest).astype(np.uint8)
+    q = rng.integers(0, 2**bits, (k, n)).astype(np.uint8)
+    q[0], q[:, -1] = 0, 2**bits - 1
+    scales = numbers.scales(rng, (-(-k // group), n), 11).astype(np.float16)
+    stored = np.zeros((-(-k // 64) * 64 // subgroup, n), np.uint8)
+    stored[: len(zeros)] = steps | zeros << (8 - bits)
+    constants: Arrays = {
+        "weights": _native.pack_int4_group(q & 15),
+        "scales": _native.pack_group_rows(scales.view(np.uint16)).view(np.float16),
+        "subgroup_scales": _native.pack_group_rows(stored),
+    }
+    if bits > 4:
+        constants["high_bits"] = _native.pack_high_bits(q, bits)
+    step, zero = (np.repeat(array.astype(np.int64), subgroup, axis=0)[:k] for array in (steps, zeros))
+    values, used = step * (q - zero), scales.astype(np.float32)
+    return Weight(
+        name,
+        "W4A8MatMul",
+        GROUP_INPUTS,
+        constants,
+        {"format_version": 2, "group_size": group, "subgroup_size": subgroup, "bits": bits},
+        k,
+        n,
+        True,
+        lambda x: integer_product(*quantize_groups(x, group), values, used, group),
+    )
 
 
 def int8_group_weight(group: int, half: bool, k: int, n: int) -> Weight:
@@ -393,6 +429,17 @@ def group_cases() -> Iterator[Case]:
     yield linear_case(group_weight(32, True, False, 2100, 330), BIAS, FEW_ROWS)
 
 
+def subgroup_cases() -> Iterator[Case]:
+    for bits in (4, 5, 6):
+        for group, subgroup in ((64, 16), (128, 32), (256, 16)):
+            for k, n, end in ((33, 17, End()), (577, 161, BIAS)):
+                yield linear_case(subgroup_weight(bits, group, subgroup, k, n), end)
+    yield linear_case(subgroup_weight(4, 256, 16, 1, 1), BIAS)
+    for end in ENDS:
+        yield linear_case(subgroup_weight(4, 256, 16, 300, 96), end, FEW_ROWS)
+    yield linear_case(subgroup_weight(4, 256, 16, 2100, 330), BIAS, FEW_ROWS)
+
+
 def int8_group_cases() -> Iterator[Case]:
     for group in (32, 64, 128):
         for half in (False, True):
@@ -438,5 +485,6 @@ def cases() -> Iterator[Case]:
     yield from zero_point_cases()
     yield from group_cases()
     yield from minimum_cases()
+    yield from subgroup_cases()
     yield from int8_group_cases()
     yield from block_cases()
