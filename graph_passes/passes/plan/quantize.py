@@ -112,8 +112,8 @@ class QuantizeOptions(PassOptions):
         """Return the format that the options describe."""
         if self.subgroup_size is not None or self.bits in (5, 6):
             size = self.subgroup_size or SUBGROUP_SIZES[0]
-            group_size = self.group_size or GROUPS_OF_SUBGROUPS[-1]
-            return Quantization(self.bits, group_size, symmetric=False, subgroup_size=size)
+            inputs = self.group_size or GROUPS_OF_SUBGROUPS[-1]
+            return Quantization(self.bits, inputs, symmetric=False, subgroup_size=size)
         symmetric = self.method != "hqq" if self.symmetric is None else self.symmetric
         group_size = self.group_size or (128 if self.bits == 4 else None)
         minimum = not symmetric and self.zero_points == "minimum"

@@ -207,7 +207,7 @@ def _refit(
     """Return the grids of a group with the best scale (and minimum) for q [rows, n]. Zero points and steps are kept."""
     grid = grids[0]
     if grid.step is not None:
-        units = [replace(one, scale=np.float32(1)) for one in grids]
+        units = [replace(one, scale=np.ones(1, np.float32)) for one in grids]
         steps = _values(q, units, quantization.grid_rows(len(q)))
     else:
         steps = q if grid.zero is None else q - grid.zero

@@ -126,7 +126,7 @@ class _Search:
         with np.errstate(over="ignore"):
             true = np.clip(np.ldexp(scale, self._exponent), 0, _LARGEST)
         short = np.maximum(self._quantization.short(true), SMALLEST_SCALE)
-        return self._in_units(np.where(scale > 0, short, np.float32(0)))
+        return self._in_units(np.asarray(np.where(scale > 0, short, np.float32(0))))
 
     def _with_scale(self, scale: np.ndarray) -> _Lines:
         """Return the best steps and zero points found for these scales."""
@@ -166,15 +166,17 @@ class _Search:
         if self._limit is not None:
             largest = np.minimum(largest, np.floor(self._limit / np.where(scale > 0, scale, 1)))
         most = np.floor(largest / np.maximum(step, 1))
-        np.maximum(self._q, np.maximum(-zero, -most), out=self._spare)
-        return np.minimum(self._spare, np.minimum(self._levels - zero, most), out=self._spare)
+        clipped: np.ndarray = self._spare
+        np.maximum(self._q, np.maximum(-zero, -most), out=clipped)
+        return np.minimum(clipped, np.minimum(self._levels - zero, most), out=clipped)
 
     def _rounded_loss(self, scale: np.ndarray, step: np.ndarray, zero: np.ndarray) -> np.ndarray:
         """Return the losses of the subgroups, [subgroups, n], after `_divide`."""
         error = self._clipped(scale, step, zero)
         np.subtract(error, self._t, out=error)
         np.square(error, out=error)
-        return self._summed(error) * np.square(_width(scale, step))
+        loss: np.ndarray = self._summed(error) * np.square(_width(scale, step))
+        return loss
 
     def _summed(self, values: np.ndarray) -> np.ndarray:
         """Return the sums of importance times values, [subgroups, n]. Overwrites the values."""
