@@ -168,7 +168,8 @@ class _Search:
         most = np.floor(largest / np.maximum(step, 1))
         clipped: np.ndarray = self._spare
         np.maximum(self._q, np.maximum(-zero, -most), out=clipped)
-        return np.minimum(clipped, np.minimum(self._levels - zero, most), out=clipped)
+        np.minimum(clipped, np.minimum(self._levels - zero, most), out=clipped)
+        return clipped
 
     def _rounded_loss(self, scale: np.ndarray, step: np.ndarray, zero: np.ndarray) -> np.ndarray:
         """Return the losses of the subgroups, [subgroups, n], after `_divide`."""
