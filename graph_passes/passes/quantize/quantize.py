@@ -82,9 +82,10 @@ class QuantizePass(RecipePass):
         for bits in (4, 8):
             rounded = [group.linears[0].name for group, before in bits_before if before == bits and group.linears]
             if rounded:
+                unsupported = "but in a format that no chosen operator supports"
+                why = "and requantize is true" if context.plan.requantizes else unsupported
                 context.note(
-                    f"{count_layers(rounded)} stored in {bits} bits, but in a format that no chosen operator supports, "
-                    "so the weights are rounded once more"
+                    f"{count_layers(rounded)} stored in {bits} bits, {why}, so the weights are rounded once more"
                 )
         context.progress(Stage.QUANTIZE, len(groups), len(groups))
         return ir.passes.PassResult(model, modified=not context.dry_run)
