@@ -169,7 +169,7 @@ class Form(PassOptions):
         return self.weights == "int4" and self._has_few_bits
 
     @property
-    def widths(self) -> tuple[int, ...]:
+    def bit_widths(self) -> tuple[int, ...]:
         """The bits among which a search can choose for each layer of dense int4, in increasing order."""
         return (4, 8) if self._subgroup_size is None else (4, 5, 6, 8)
 

@@ -90,7 +90,7 @@ class BitSearch:
                 self._conclude(first)
                 return first
         study = LayerStudy(evidence, report, LayerTimes(), self._progress)
-        recipes = {_OF_BITS[bits].name: self._recipe({bits: ("*",)}, None) for bits in self._form.widths}
+        recipes = {_OF_BITS[bits].name: self._recipe({bits: ("*",)}, None) for bits in self._form.bit_widths}
         inputs = study.measure_errors_of(recipes, judged, self._limit)
         path = self._path(inputs)
         trials = Trials(evidence, self._limit, judged, self._name, self._progress, self._recipe_of_choice)
@@ -103,7 +103,7 @@ class BitSearch:
                 bits, advice = "4", "give group_size=128"
             else:
                 bits, advice = "8", "give method='gptq' and calibration data"
-            listed = ", ".join(map(str, self._form.widths))
+            listed = ", ".join(map(str, self._form.bit_widths))
             raise VerificationError(
                 f"no choice of {listed[:-3]} and 8 bits is within the budget ({report.budget}): {bits} bits in all "
                 f"layers give {trials.report[-1].found}; relax the budget, or {advice}"
@@ -126,7 +126,7 @@ class BitSearch:
         inputs: Maps the name of a layer to the name of its input.
         """
         report = self.report
-        names = {_OF_BITS[bits].name for bits in self._form.widths}
+        names = {_OF_BITS[bits].name for bits in self._form.bit_widths}
         groups: dict[str, list[LayerChoice]] = {}
         for layer in report.layers:
             if names <= layer.forms.keys():
@@ -192,7 +192,7 @@ class BitSearch:
                 layer.reason = "bits chosen by bytes saved per squared error"
         counts = {
             bits: sum(best.choice.get(name, EIGHT).name == _OF_BITS[bits].name for name in self._able)
-            for bits in self._form.widths[1:]
+            for bits in self._form.bit_widths[1:]
         }
         others = "".join(f", {bits} in {count}" for bits, count in counts.items() if count or bits == 8)
         report.outcome = f"4 bits in {best.trial.layers} layers{others}; {best.trial.found}; budget: {report.budget}"
