@@ -1,14 +1,16 @@
 """The target format of layers (Form), the passes that produce it, and the presets.
 
-    weights     bf16, int8 or int4; int4 has a scale for each group_size inputs
+    weights     bf16, int8, int6, int5 or int4
+    group_size  inputs of a group. int4, int5, int6: 16 (default) or 32, with an integer scale and zero point each, and
+                a float scale for 256 inputs. int4 also: 64 or 128, with a float scale and zero point each
     sparsity    fraction of weights to prune, in a pattern: unstructured, 4x1 (blocks of four outputs) or N:M.
                 Without a sparsity, patterns 4x1 and 2:4 are for weights that already have such zeros
     method      how weights are rounded (names.ROUNDING) and pruned (names.PRUNING)
     cache       KV cache of attention: codes (4-bit keys, int8 values) or float32
     ignore      layers that keep a higher precision
 
-The operator follows from the format: W4A8MatMul for 4-bit weights that are not pruned, VNNISpMM for 4x1, MaskedMatMul
-for layers that skip inputs, SparseAMXMatMul for all others.
+The operator follows from the format: W4A8MatMul for 4 to 6 bits if weights are not pruned, VNNISpMM for 4x1,
+MaskedMatMul for layers that skip inputs, SparseAMXMatMul for all others.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from ortolan.errors import RecipeError
 from .names import (
     BLOCKS,
     CACHES,
+    FORMAT_GROUP_SIZES,
     FORMAT_OPTIONS,
-    GROUP_SIZES,
     METHODS,
     PRUNING,
     ROUNDING,
@@ -35,9 +37,11 @@ from .names import (
 )
 from .options import HEADS, Globs, PassOptions, takes
 from .weights.pruners.masks import MAX_OF_GROUP, Pattern
-from .weights.quantizers.grid import EIGHT_BIT_GROUP
+from .weights.quantizers.grid import EIGHT_BIT_GROUP, GROUPS_OF_SUBGROUPS, SUBGROUP_SIZES
 
-_BITS = {"int8": 8, "int4": 4}
+_BITS = {"int8": 8, "int6": 6, "int5": 5, "int4": 4}
+_FEW_BITS = ("int4", "int5", "int6")
+_ONLY_SUBGROUPS = ("int5", "int6")
 _SAME = 1e-3  # tolerance of the sparsity given with an N:M pattern, such as 0.667 for 1:3
 
 Pass = dict[str, Any]
@@ -58,7 +62,7 @@ class Form(PassOptions):
     """
 
     weights: str | None = field(default=None, metadata=takes("str", choices=WEIGHTS, none=True))
-    group_size: int | None = field(default=None, metadata=takes("int", choices=GROUP_SIZES, none=True))
+    group_size: int | None = field(default=None, metadata=takes("int", choices=FORMAT_GROUP_SIZES, none=True))
     sparsity: float | None = field(default=None, metadata=takes("float", low=0.0, below=1.0, none=True))
     pattern: str | None = field(default=None, metadata=takes("str", none=True))
     method: tuple[str, ...] = field(default=(), metadata=takes("texts", choices=METHODS))
@@ -70,16 +74,19 @@ class Form(PassOptions):
     def __post_init__(self) -> None:
         """Check single values and their combinations."""
         # Checked first, so that an invalid size does not hide the missing weights='int4'.
-        if self.group_size is not None and self.weights in (None, "bf16", "int8"):
-            raise RecipeError(f"group_size is {self.group_size!r}, which needs weights='int4'; leave it out")
+        if self.group_size is not None and self.weights not in _FEW_BITS:
+            raise RecipeError(
+                f"group_size is {self.group_size!r}, which needs weights='int4', 'int5' or 'int6'; leave it out"
+            )
         super().__post_init__()
         self._check_method()
         self._check_pattern()
         self._check_rounding()
+        self._check_groups()
         if self.skipped_inputs is not None:
             for name in ("sparsity", "pattern", "group_size", "method"):
                 self._refuse(name, "with the preset 'activation-sparse', which neither prunes nor fits weights")
-            if self.weights == "int4":
+            if self.weights in _FEW_BITS:
                 self._refuse("weights", "'bf16' or 'int8' with the preset 'activation-sparse'")
 
     def _refuse(self, name: str, expected: str) -> None:
@@ -125,10 +132,27 @@ class Form(PassOptions):
             raise RecipeError(f"weights is {self.weights!r}, expected 'int8' with pattern {BLOCKS!r}; leave it out")
 
     def _check_rounding(self) -> None:
-        if "hqq" in self.method and (self.weights != "int4" or self.sparsity is not None):
+        if "hqq" in self.method and (self.weights not in _FEW_BITS or self.sparsity is not None):
             raise RecipeError(
                 "method is 'hqq', but int8 and pruned weights have no zero points, which it needs; give 'gptq'"
             )
+
+        if "hqq" in self.method and self._subgroup_size is not None:
+            advice = "give 64 or 128, or another method" if self.weights == "int4" else "give another method"
+            raise RecipeError(
+                f"method is 'hqq', which fits fractional zero points, but group_size={self._subgroup_size} has "
+                f"integers; {advice}"
+            )
+
+    def _check_groups(self) -> None:
+        dense = self.sparsity is None and self.pattern is None
+        if self.weights in _ONLY_SUBGROUPS and not dense:
+            name = "sparsity" if self.sparsity is not None else "pattern"
+            raise RecipeError(f"weights is {self.weights!r}, expected 'int8' or 'int4' with {name}; leave it out")
+        if self.weights in _ONLY_SUBGROUPS and self.group_size not in (None, *SUBGROUP_SIZES):
+            raise RecipeError(f"group_size is {self.group_size}, expected 16 or 32 with weights={self.weights!r}")
+        if self.group_size == SUBGROUP_SIZES[0] and not dense:
+            raise RecipeError(f"group_size is {self.group_size}, expected 32, 64 or 128 with pruned weights")
 
     @property
     def stored(self) -> str | None:
@@ -141,8 +165,24 @@ class Form(PassOptions):
 
     @property
     def is_dense_int4(self) -> bool:
+        """True if linear layers get 4 bits, by W4A8MatMul."""
+        return self.weights == "int4" and self._has_few_bits
+
+    @property
+    def bit_widths(self) -> tuple[int, ...]:
+        """The bits among which a search can choose for each layer of dense int4, in increasing order."""
+        return (4, 8) if self._subgroup_size is None else (4, 5, 6, 8)
+
+    @property
+    def _has_few_bits(self) -> bool:
         """True if W4A8MatMul replaces linear layers."""
-        return self.weights == "int4" and self.sparsity is None and self.pattern is None
+        return self.weights in _FEW_BITS and self.sparsity is None and self.pattern is None
+
+    @property
+    def _subgroup_size(self) -> int | None:
+        """The inputs that share an integer scale; None: groups have no subgroups."""
+        wanted = self.group_size or SUBGROUP_SIZES[0]
+        return wanted if self._has_few_bits and wanted in SUBGROUP_SIZES else None
 
     @property
     def keeps_stored(self) -> bool:
@@ -163,8 +203,8 @@ class Form(PassOptions):
 
     @property
     def _group_size(self) -> int:
-        """The group size of int4. Dense weights use 32: small groups with fractional zero points are most accurate."""
-        return self.group_size or (32 if self.is_dense_int4 else 128)
+        """The inputs that share a floating-point scale."""
+        return GROUPS_OF_SUBGROUPS[-1] if self._subgroup_size is not None else self.group_size or 128
 
     @property
     def fuses_attention(self) -> bool:
@@ -182,7 +222,7 @@ class Form(PassOptions):
     @property
     def rounding(self) -> str:
         """The method of rounding."""
-        default = "mse" if self.stored == "int4" else "rtn"
+        default = "mse" if self.stored in _FEW_BITS else "rtn"
         return next((one for one in self.method if one in ROUNDING), default)
 
     @property
@@ -209,7 +249,7 @@ class Form(PassOptions):
         elif self.pattern == TWO_FOUR:
             words.append("layers that already have 2:4 zeros")
         if self.stored is not None:
-            groups = f" in groups of {self._group_size}" if self.stored == "int4" else ""
+            groups = f" in groups of {self._subgroup_size or self._group_size}" if self.stored in _FEW_BITS else ""
             how = f" by {self.rounding}" if self.stored in _BITS and not self.prunes_and_rounds else ""
             words.append(f"{self.stored} weights{groups}{how}")
         if self.skipped_inputs is not None:
@@ -220,18 +260,21 @@ class Form(PassOptions):
             words.append("a prompt in the model")
         return "; ".join(words) or "no change"
 
-    def passes(self, eight_bits: Sequence[str] = ()) -> list[Pass]:
+    def passes(self, more_bits: Mapping[int, Sequence[str]] | None = None) -> list[Pass]:
         """Return the passes that produce this format.
 
-        eight_bits: Name patterns of layers that get 8-bit weights, as ignored layers do; only for dense int4.
+        more_bits: Name patterns of layers that get 5, 6 or 8 bits, by bits; only for dense int4. 5 and 6 need
+        subgroups. Layers with 8 bits become what ignored layers become.
         """
-        if eight_bits:
-            return dataclasses.replace(self, ignore=(*self.ignore, *eight_bits)).passes()
+        more_bits = more_bits or {}
+        if more_bits.get(8):
+            eight = dataclasses.replace(self, ignore=(*self.ignore, *more_bits[8]))
+            return eight.passes({bits: names for bits, names in more_bits.items() if bits != 8})
         steps: list[Pass] = [{"name": "normalize"}]
         if self.keeps_stored:
             steps.append({"name": "float_activations"})
         if self.stored is not None:
-            steps += [{"name": "calibrate"}, *self._prune(), *self._quantize()]
+            steps += [{"name": "calibrate"}, *self._prune(), *self._quantize(more_bits)]
         if self.stores_embeddings:
             steps.append({"name": "embeddings"})
         precision = "f32" if self.stored is None else "bf16"
@@ -270,7 +313,7 @@ class Form(PassOptions):
             step["repair"] = True
         return [step]
 
-    def _quantize(self) -> list[Pass]:
+    def _quantize(self, more_bits: Mapping[int, Sequence[str]]) -> list[Pass]:
         if self.stored not in _BITS:
             return []
         if self.pattern == BLOCKS:  # ignored layers too, because VNNISpMM supports only 8 bits
@@ -279,13 +322,17 @@ class Form(PassOptions):
             return []
         step: Pass = {"name": "quantize", "method": self.rounding, "bits": _BITS[self.stored]}
         step["exclude"] = list(self.ignore)
-        if self.group_size is not None or self.is_dense_int4:
+        if self._subgroup_size is not None:
+            step |= {"subgroup_size": self._subgroup_size, "group_size": self._group_size}
+        elif self.group_size is not None:
             step["group_size"] = self._group_size
-        if self.is_dense_int4:
-            step["symmetric"] = False
-        # The second pass quantizes the layers that the first one excluded.
+            if self.is_dense_int4:
+                step["symmetric"] = False
+        others = [{**step, "bits": bits, "select": list(names)} for bits, names in more_bits.items() if names]
+        step["exclude"] = [*self.ignore, *(name for names in more_bits.values() for name in names)]
+        # The last pass quantizes the layers that the others excluded.
         eight = {"name": "quantize", "bits": 8, "group_size": EIGHT_BIT_GROUP}
-        return [step, *([eight] if self.ignores_in_eight_bits else [])]
+        return [step, *others, *([eight] if self.ignores_in_eight_bits else [])]
 
     def _replace(self) -> list[Pass]:
         if self.pattern == BLOCKS:
@@ -302,7 +349,7 @@ class Form(PassOptions):
             ]
         # This step runs before SparseAMXMatMul, which would store ignored layers in bf16.
         eight: list[Pass] = [{"name": "replace", "op": "W8A8MatMul"}] if self.ignores_in_eight_bits else []
-        if self.is_dense_int4:
+        if self._has_few_bits:
             return [{"name": "replace", "op": "W4A8MatMul"}, *eight]
         if self.pattern != TWO_FOUR:
             # A pruned model should be small even if dense weights are faster.
@@ -328,7 +375,7 @@ class Preset:
 
 PRESETS: Mapping[str, Preset] = {
     "int8": Preset(Form(weights="int8"), "int8 weights and word embeddings (SparseAMXMatMul)"),
-    "int4": Preset(Form(weights="int4"), "4-bit weights in groups of 32, int8 heads and word embeddings (W4A8MatMul)"),
+    "int4": Preset(Form(weights="int4"), "4-bit weights in groups of 16, int8 heads and word embeddings (W4A8MatMul)"),
     "sparse-encoder": Preset(
         Form(sparsity=0.5, pattern=BLOCKS, method=("sparsegpt",)),
         "Prune 4x1 blocks and round to int8 in one step by SparseGPT (VNNISpMM); for encoders; needs calibration",

@@ -1,23 +1,27 @@
-"""Mixed bits: which layers of an int4 model need 8 bits, within a budget of error or of bytes.
+"""Mixed bits: which layers of an int4 model need 5, 6 or 8 bits, within a budget of error or of bytes.
 
-    error   ||XW - Y|| / ||XW|| of each layer with 4 and with 8 bits, measured in one run of a recipe for each, times
+    error   ||XW - Y|| / ||XW|| of each layer with each number of bits, measured in one run of a recipe for each, times
             the sensitivity of the outputs to that layer (sensitivity.py)
     path    steps from 8 bits everywhere to 4 bits everywhere; layers with the same input change together. Steps are
-            ordered by bytes saved per squared error, because errors of layers add up in squares. Layers that lose no
-            accuracy with 4 bits, such as those with weights on a 4-bit grid, come first and always change
+            ordered by bytes saved per squared error, because errors of layers add up in squares; numbers of bits that
+            are worse than a mixture of others are left out (path.convex). Layers that lose no accuracy with 4 bits,
+            such as those with weights on a 4-bit grid, come first and always change
     budget  error budget: 4 bits in all layers are tried first, before any layer is measured. If that exceeds the
             budget, bisection finds the furthest point of the path at which the whole model is within it
             byte budget: the path is followed until the files are small enough
 
-The result is an ordinary recipe: that of the int4 format, with some layers in 8 bits.
+Groups without subgroups (group_size 64 and 128) have only 4 and 8 bits. The result is an ordinary recipe: that of the
+int4 format, with some layers in more bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
+
+import numpy as np
 
 from ortolan.errors import VerificationError
 from ortolan.progress import Progress
@@ -31,13 +35,15 @@ from .budget import Limit
 from .candidates import HELD_OUT, ROWS, Candidate, escape
 from .layer_study import LayerStudy
 from .layer_times import LayerTimes
-from .path import Step, estimate
+from .path import Step, convex, estimate
 from .trials import Made, Trials
 
 _FEEDS = 16  # limit of the feeds on which the whole model is evaluated
 _FINEST = 32  # bisection stops at 1/32 of the path
-FOUR, EIGHT = Candidate("int4", "W4A8MatMul"), Candidate("int8", "W8A8MatMul")
-_OF_BITS = {4: FOUR, 8: EIGHT}
+FOUR, FIVE, SIX = (Candidate(name, "W4A8MatMul") for name in ("int4", "int5", "int6"))
+EIGHT = Candidate("int8", "W8A8MatMul")
+_OF_BITS = {4: FOUR, 5: FIVE, 6: SIX, 8: EIGHT}
+_BITS = {candidate.name: bits for bits, candidate in _OF_BITS.items()}
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,8 @@ class BitSearch:
     def __init__(self, evidence: Evidence, settings: BitSettings, name: str, progress: Progress) -> None:
         """Prepare the search; `name` is the file name of the result."""
         self._evidence, self._form, self._name, self._progress = evidence, settings.form, name, progress
-        self._able: list[str] = []
+        self._able: list[str] = []  # layers with a choice
+        self._total = 0  # bytes of their weights in 8 bits
         self._reproducible = settings.reproducible
         settings.limit.check_model(evidence.source.model)
         evidence.feeds()
@@ -85,7 +92,7 @@ class BitSearch:
                 self._conclude(first)
                 return first
         study = LayerStudy(evidence, report, LayerTimes(), self._progress)
-        recipes = {FOUR.name: self._recipe((), None), EIGHT.name: self._recipe(("*",), None)}
+        recipes = {_OF_BITS[bits].name: self._recipe({bits: ("*",)}, None) for bits in self._form.bit_widths}
         inputs = study.measure_errors_of(recipes, judged, self._limit)
         path = self._path(inputs)
         trials = self._trials(judged)
@@ -98,9 +105,10 @@ class BitSearch:
                 bits, advice = "4", "give group_size=128"
             else:
                 bits, advice = "8", "give method='gptq' and calibration data"
+            listed = ", ".join(map(str, self._form.bit_widths))
             raise VerificationError(
-                f"no choice of 4 and 8 bits is within the budget ({report.budget}): {bits} bits in all layers give "
-                f"{trials.report[-1].found}; relax the budget, or {advice}"
+                f"no choice of {listed[:-3]} and 8 bits is within the budget ({report.budget}): {bits} bits in all "
+                f"layers give {trials.report[-1].found}; relax the budget, or {advice}"
             )
         self._conclude(best)
         return best
@@ -124,30 +132,34 @@ class BitSearch:
         inputs: Maps the name of a layer to the name of its input.
         """
         report = self.report
+        names = {_OF_BITS[bits].name for bits in self._form.bit_widths}
         groups: dict[str, list[LayerChoice]] = {}
         for layer in report.layers:
-            if {FOUR.name, EIGHT.name} <= layer.forms.keys():
+            if names <= layer.forms.keys():
                 groups.setdefault(inputs[layer.name], []).append(layer)
-        total = sum(layer.forms[EIGHT.name].bytes or 0 for group in groups.values() for layer in group)
-        path = [[_step(layer, total) for layer in group] for group in groups.values()]
-        path.sort(key=_order)
+        self._total = sum(layer.forms[EIGHT.name].bytes or 0 for group in groups.values() for layer in group)
+        path = [steps for group in groups.values() for steps in _steps(group, self._total)]
+        path.sort(key=_order)  # stable: the steps of a group stay in order
         steps = list(chain(*path))
         report.path = [
             PathPoint(step.layer, step.candidate.name, *estimate(steps[: number + 1]))
             for number, step in enumerate(steps)
         ]
-        self._able = [step.layer for step in steps]
+        self._able = list(dict.fromkeys(step.layer for step in steps))
         return path
 
     def _recipe_of_choice(self, choice: Mapping[str, Candidate], attention: bool, verify: Mapping[str, Any]) -> Recipe:
-        return self._recipe([escape(name) for name in self._able if name not in choice], verify)
+        chosen: dict[int, list[str]] = {}
+        for name in self._able:
+            chosen.setdefault(_BITS[choice.get(name, EIGHT).name], []).append(escape(name))
+        return self._recipe(chosen, verify)
 
-    def _recipe(self, eight: Sequence[str], verify: Mapping[str, Any] | None) -> Recipe:
-        """Return the int4 recipe, with 8 bits for layers that match a pattern of `eight`.
+    def _recipe(self, chosen: Mapping[int, Sequence[str]], verify: Mapping[str, Any] | None) -> Recipe:
+        """Return the int4 recipe, with other bits for layers that match a pattern.
 
-        verify: Options of pass verify; None: the recipe has no such pass.
+        chosen: Patterns by bits. verify: Options of pass verify; None: the recipe has no such pass.
         """
-        steps = self._form.passes(eight)[:-1]
+        steps = self._form.passes({bits: names for bits, names in sorted(chosen.items()) if bits != 4})[:-1]
         calibrate = {"name": "calibrate", "held_out": HELD_OUT, "max_rows": ROWS}
         steps = [calibrate if step["name"] == "calibrate" else step for step in steps]
         steps += [] if verify is None else [{"name": "verify", **verify}]
@@ -159,12 +171,10 @@ class BitSearch:
         smallest = trials.make([*chain(*path)], False)
         if smallest is None:
             return None
-        layers = {layer.name: layer.forms for layer in self.report.layers}
         room = self._limit.number - (smallest.trial.bytes or 0)
         wanted = len(path)
         while wanted > free:
-            forms = [layers[step.layer] for step in path[wanted - 1]]
-            room -= sum((one[EIGHT.name].bytes or 0) - (one[FOUR.name].bytes or 0) for one in forms)
+            room -= sum(step.saved for step in path[wanted - 1]) * self._total
             if room < 0:
                 break
             wanted -= 1
@@ -183,19 +193,37 @@ class BitSearch:
         best.trial.chosen = report.changed = True
         for layer in report.layers:
             if layer.name in self._able:
-                form = FOUR if layer.name in best.choice else EIGHT
+                form = best.choice.get(layer.name, EIGHT)
                 layer.chosen, layer.error = form.name, layer.forms[form.name].error
                 layer.reason = "bits chosen by bytes saved per squared error"
-        four = best.trial.layers
-        eight = len(self._able) - len(best.choice)
-        report.outcome = f"4 bits in {four} layers, 8 in {eight}; {best.trial.found}; budget: {report.budget}"
+        counts = {
+            bits: sum(best.choice.get(name, EIGHT).name == _OF_BITS[bits].name for name in self._able)
+            for bits in self._form.bit_widths[1:]
+        }
+        others = "".join(f", {bits} in {count}" for bits, count in counts.items() if count or bits == 8)
+        report.outcome = f"4 bits in {best.trial.layers} layers{others}; {best.trial.found}; budget: {report.budget}"
 
 
-def _step(layer: LayerChoice, total: int) -> Step:
-    four, eight = layer.forms[FOUR.name], layer.forms[EIGHT.name]
-    sensitivity = 1.0 if layer.sensitivity is None else layer.sensitivity
-    cost = ((four.error or 0.0) ** 2 - (eight.error or 0.0) ** 2) * sensitivity**2
-    return Step(layer.name, FOUR, ((eight.bytes or 0) - (four.bytes or 0)) / max(total, 1), cost)
+def _steps(group: Sequence[LayerChoice], total: int) -> Iterator[list[Step]]:
+    """Yield the steps of layers that change together, from 8 bits on; each step has one entry per layer."""
+
+    def measured(layer: LayerChoice, name: str) -> tuple[float, float]:
+        """Return the bytes saved, as a fraction of `total`, and the squared error added, against 8 bits."""
+        form, eight = layer.forms[name], layer.forms[EIGHT.name]
+        sensitivity = 1.0 if layer.sensitivity is None else layer.sensitivity
+        cost = ((form.error or 0.0) ** 2 - (eight.error or 0.0) ** 2) * sensitivity**2
+        return ((eight.bytes or 0) - (form.bytes or 0)) / max(total, 1), cost
+
+    names = [name for name in group[0].forms if name != EIGHT.name]
+    whole = {name: np.sum([measured(layer, name) for layer in group], axis=0) for name in names}
+    before = EIGHT.name
+    for name, _, _ in convex({name: (float(saved), float(cost)) for name, (saved, cost) in whole.items()}):
+        steps = []
+        for layer in group:
+            (saved, cost), (old_saved, old_cost) = measured(layer, name), measured(layer, before)
+            steps.append(Step(layer.name, _OF_BITS[_BITS[name]], saved - old_saved, cost - old_cost))
+        yield steps
+        before = name
 
 
 def _cost(steps: Sequence[Step]) -> float:

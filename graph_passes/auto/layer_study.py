@@ -78,7 +78,7 @@ class LayerStudy:
             model = context.source.model
             able = self._able(model, context.survey(model))
             inputs = {linear.name: linear.x.name or "" for linear in able}
-            self._report.layers += [LayerChoice(linear.name, "has no choice between 4 and 8 bits") for linear in able]
+            self._report.layers += [LayerChoice(linear.name, "has no choice of bits") for linear in able]
             outputs = limit.outputs([value.name or "" for value in model.graph.outputs if value.dtype in _FLOATS])
             self._measure_sensitivities(context, able, judged, outputs)
         layers = {layer.name: layer for layer in self._report.layers if layer.name in inputs}

@@ -24,14 +24,19 @@ def too_wide(k: int) -> str:
 class QuantizedWeight(Quantization):
     """W = scales (q - zero_points / zero_point_steps), or scales q + minimums, [k, n].
 
+    With subgroups: W = scales subgroup_scales (q - zero_points).
+
     The tensors may be mapped from a file: call release() after reading them.
     """
 
-    q: ir.TensorProtocol  # [k, n]: int8 (4 bits: -8 … 7); 4 bits, not symmetric: uint8, 0 … 15
+    # [k, n]: int8 (4 bits: -8 … 7); 4 bits, not symmetric: uint8, 0 … 15; with subgroups: uint8 of 4, 5 or 6 bits
+    q: ir.TensorProtocol
     scales: ir.TensorProtocol  # [groups, n]: float32, or float16 if the model stores float16
-    # 4 bits: uint8 [groups, n], 0 … 15, or 0 … 255 if `fractions`; 8 bits: int8 [1, n]; None: symmetric or minimums
+    # 4 bits: uint8 [groups, n], 0 … 15, or 0 … 255 if `fractions`; with subgroups: uint8 [subgroups, n]; 8 bits: int8
+    # [1, n]; None: symmetric or minimums
     zero_points: ir.TensorProtocol | None = None
     minimums: ir.TensorProtocol | None = None  # float32 [groups, n]
+    subgroup_scales: ir.TensorProtocol | None = None  # uint8 [subgroups, n]; None without subgroups
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "symmetric", self.zero_points is None and self.minimums is None)
@@ -42,16 +47,19 @@ class QuantizedWeight(Quantization):
         zero_points, minimums = (None if one is None else one.numpy() for one in (self.zero_points, self.minimums))
         if zero_points is not None and self.fractions:
             zero_points = zero_points.astype(np.float32) / self.zero_point_steps
+        steps = None if self.subgroup_scales is None else self.subgroup_scales.numpy()
         weights = dequantize(
-            QuantizedMatrix(self.q.numpy(), self.scales.numpy(), zero_points, minimums), self.group_size
+            QuantizedMatrix(self.q.numpy(), self.scales.numpy(), zero_points, minimums, steps),
+            self.group_size,
+            self.subgroup_size,
         )
-        del zero_points, minimums
+        del zero_points, minimums, steps
         self.release()
         return weights
 
     def release(self) -> None:
         """Unmap the tensors that are mapped from a file."""
-        tensors = (self.q, self.scales, self.zero_points, self.minimums)
+        tensors = (self.q, self.scales, self.zero_points, self.minimums, self.subgroup_scales)
         release_maps([tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)])
 
 

@@ -59,7 +59,7 @@ class Fits:
         release_maps(list(stored.tensors.values()))
         if _WEIGHTS in arrays:
             return Fit(arrays[_WEIGHTS], stored.rows, stored.error)
-        offsets = (arrays.get(part) for part in ("zero_points", "minimums"))
+        offsets = (arrays.get(part) for part in ("zero_points", "minimums", "subgroup_scales"))
         return Fit(QuantizedMatrix(arrays["q"], arrays["scales"], *offsets), stored.rows, stored.error)
 
     def keep(self, key: Hashable, fit: Fit) -> None:

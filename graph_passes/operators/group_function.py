@@ -21,7 +21,17 @@ _SMALLEST_MAXIMUM = 2.0**-100  # equals the constant in ops/matmul/group_weight.
 
 
 class GroupRows:
-    """Expands tensors [panels, groups, 16] to one row per input: [k padded to tiles, n padded to panels]."""
+    """Expands tensors [panels, groups, 16] to one row per input: [k padded to tiles, n padded to panels].
+
+    Attributes:
+        k: The number of inputs, int64, like all sizes.
+        n: The number of columns.
+        panels: The number of panels.
+        padded_n: n padded to panels.
+        tiles: The number of tiles.
+        padded_k: k padded to tiles.
+        inputs: 0 … padded_k - 1.
+    """
 
     def __init__(self, body: FunctionBody) -> None:
         self._body = body
@@ -30,18 +40,24 @@ class GroupRows:
         self.panels = body.divided_up(self.n, body.integer(PANEL_COLUMNS))
         self.padded_n = op("Mul", self.panels, body.integer(PANEL_COLUMNS))
         tile_inputs = body.integer(TILE_INPUTS)
-        padded_k = op("Mul", body.divided_up(self.k, tile_inputs), tile_inputs)
+        self.tiles = body.divided_up(self.k, tile_inputs)
+        self.padded_k = op("Mul", self.tiles, tile_inputs)
+        self.inputs = op("Range", body.integer(0), self.padded_k, body.integer(1))
         group_size = body.attribute("group_size")
         # Padding inputs use the scale of the last group; `matrix` cuts off their rows.
-        group = op("Div", op("Range", body.integer(0), padded_k, body.integer(1)), group_size)
+        group = op("Div", self.inputs, group_size)
         self._group = op("Min", group, op("Div", op("Sub", self.k, body.integer(1)), group_size))
 
     def of_inputs(self, tensor: ir.Value) -> ir.Value:
         """Return the expanded tensor as float32."""
+        return self.rows_at(tensor, self._group)
+
+    def rows_at(self, tensor: ir.Value, index: ir.Value) -> ir.Value:
+        """Return rows of the tensor as float32. index: each input's group, int64 [padded_k]."""
         op = self._body.op
         by_groups = op("Transpose", op("Cast", tensor, to=ir.DataType.FLOAT), perm=[1, 0, 2])
         rows = op("Reshape", by_groups, self._body.shape(-1, self.padded_n))
-        return op("Gather", rows, self._group)
+        return op("Gather", rows, index)
 
     def matrix(self, padded: ir.Value) -> ir.Value:
         """Return the first k rows and n columns."""

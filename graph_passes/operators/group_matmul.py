@@ -1,4 +1,4 @@
-"""The common base class of W4A8MatMul and W8A8MatMul: weights in groups of 32, 64 or 128 inputs.
+"""The common base class of W4A8MatMul and W8A8MatMul: weights in groups of 32 to 256 inputs.
 
 Activations are rounded to int8 group by group (ops/matmul/group_weight.h).
 """
@@ -14,15 +14,13 @@ from ortolan import _native
 
 from ..find.epilogue import Activation
 from ..find.stored_int4 import StoredInt4
-from ..weights.quantizers.grid import Quantization
+from ..weights.quantizers.grid import LARGEST_VALUE, Quantization
 from .function_body import PANEL_COLUMNS
 from .group_function import TILE_INPUTS
 from .replacement import LayerWeight, PackedTensor, Replacement, Stored
 
-GROUP_SIZES = (32, 64, 128)
-
-# Version of the packed format; the kernels refuse other versions.
-_FORMAT_VERSION = 1
+# Version of the packed format, without and with subgroups; the kernels refuse other versions.
+_FORMAT_VERSION, _SUBGROUPS_VERSION = 1, 2
 _FLOAT_ROUNDING = 2**-12  # bound on the error of float32 arithmetic, for any summation order, relative to |x| |W|
 _SMALLEST_NORMAL = 2.0**-126
 
@@ -30,19 +28,21 @@ _SMALLEST_NORMAL = 2.0**-126
 class GroupMatMul(Replacement):
     """Y = activation(X W + bias) + residual, optionally layer-normalized; X is rounded to int8 group by group."""
 
-    bits: ClassVar[int]
-    largest: ClassVar[int]  # largest |q - zero point| of a weight
+    largest: ClassVar[int]  # largest |q - zero point| of a weight without subgroups
 
     def packed_bytes(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> int:
         """See `Replacement.packed_bytes`."""
         if quantization is None or quantization.group_size is None:
             return 4 * k * n  # not used: why_not refuses such a layer
         panels = -(-n // PANEL_COLUMNS)
-        weights = panels * PANEL_COLUMNS * -(-k // TILE_INPUTS) * TILE_INPUTS * self.bits // 8
+        padded_k = -(-k // TILE_INPUTS) * TILE_INPUTS
+        weights = panels * PANEL_COLUMNS * padded_k * quantization.bits // 8
         groups = panels * PANEL_COLUMNS * -(-k // quantization.group_size)
         # Bytes per scale: Ortolan's quantizers usually make scales that are exact in float16; float32 scales that the
         # model stores usually are not.
         scale = 4 if isinstance(quantization, StoredInt4) and quantization.scales.dtype == ir.DataType.FLOAT else 2
+        if quantization.subgroup_size is not None:
+            return weights + groups * scale + panels * PANEL_COLUMNS * padded_k // quantization.subgroup_size
         offset = scale if quantization.minimum else 0 if quantization.symmetric else 1
         return weights + groups * (scale + offset)
 
@@ -54,7 +54,7 @@ class GroupMatMul(Replacement):
         attributes = {
             "k": k,
             "n": n,
-            "format_version": _FORMAT_VERSION,
+            "format_version": _FORMAT_VERSION if quantization.subgroup_size is None else _SUBGROUPS_VERSION,
             "group_size": quantization.group_size,
             "activation": int(activation),
             "gated_columns": gated_columns,
@@ -72,7 +72,8 @@ class GroupMatMul(Replacement):
             half_steps = np.abs(x[:, start : start + group]).max(axis=1, keepdims=True) / 254
             steps += half_steps * magnitude[start : start + group].sum(axis=0)
         # The product of the scales of x and W may be subnormal and flushed to 0.
-        lost = _SMALLEST_NORMAL * 127 * self.largest * len(magnitude)
+        largest = self.largest if weight.quantized.subgroup_size is None else float(LARGEST_VALUE)
+        lost = _SMALLEST_NORMAL * 127 * largest * len(magnitude)
         bound: np.ndarray = steps * (1 + _FLOAT_ROUNDING) + _FLOAT_ROUNDING * product + lost
         return bound
 

@@ -137,7 +137,7 @@ def can_join(quantizations: Sequence[Quantization | None]) -> bool:
     return len(set(map(_kind, quantizations))) == 1
 
 
-def _kind(quantization: Quantization | None) -> tuple[int, int | None, bool, bool, int] | None:
+def _kind(quantization: Quantization | None) -> tuple[int | None, ...] | None:
     if quantization is None:
         return None
     return (
@@ -146,6 +146,7 @@ def _kind(quantization: Quantization | None) -> tuple[int, int | None, bool, boo
         quantization.symmetric or _may_lack_zero_points(quantization),
         quantization.minimum,
         quantization.zero_point_steps,
+        quantization.subgroup_size,
     )
 
 
@@ -187,7 +188,14 @@ def _join_quantized(
     q, scales = joined("q"), joined("scales")
     assert q is not None and scales is not None
     zero_points, minimums = joined("zero_points"), joined("minimums")
-    whole = dataclasses.replace(parts[0], q=q, scales=scales, zero_points=zero_points, minimums=minimums)
+    whole = dataclasses.replace(
+        parts[0],
+        q=q,
+        scales=scales,
+        zero_points=zero_points,
+        minimums=minimums,
+        subgroup_scales=joined("subgroup_scales"),
+    )
     for part in parts:
         part.release()
     return whole

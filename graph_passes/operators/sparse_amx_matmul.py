@@ -70,6 +70,11 @@ class SparseAMXMatMul(Replacement):
             if quantization.bits == 4:
                 return "has scales, and perhaps zero points, that SparseAMXMatMul does not support"
             return "is stored in int8, which SparseAMXMatMul does not keep here; give weights='int8' or pattern='4x1'"
+        if quantization is not None and quantization.subgroup_size is not None:
+            return (
+                f"is quantized in subgroups of {quantization.subgroup_size}, which SparseAMXMatMul does not support; "
+                "W4A8MatMul does"
+            )
         zero_points = quantization is not None and not quantization.symmetric
         if zero_points and _stores_zero_points(quantization):
             # Sparse storage omits q = 0. With zero points, such a weight is not zero.

@@ -1,4 +1,7 @@
-"""W4A8MatMul: 4-bit weights in groups, with zero points or minimums (format: ops/formats/int4_group.h)."""
+"""W4A8MatMul: 4-bit weights in groups, with zero points or minimums (format: ops/formats/int4_group.h).
+
+Groups may have subgroups with integer scales and zero points, and then 4, 5 or 6 bits (ops/formats/subgroup.h).
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ import onnx_ir as ir
 from ortolan import _native
 
 from ..find.epilogue import Activation
+from ..find.quantized_weight import QuantizedWeight
 from ..weights.quantizers.grid import Quantization
 from .function_body import PANEL_COLUMNS
+from .group_function import TILE_INPUTS
 from .group_matmul import GroupMatMul, packed_floats
 from .linear_function import neutral_inputs_of_layer, uses_of_layers
 from .nodes import fill_missing, input_of, nodes_of
@@ -24,12 +29,11 @@ class W4A8MatMul(GroupMatMul):
 
     op_type = OP_TYPE
     input_names = INPUTS
-    bits = 4
     largest = 15
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         """See `Replacement.why_not`."""
-        if quantization is None or quantization.bits != 4:
+        if quantization is None or (quantization.bits != 4 and quantization.subgroup_size is None):
             return "is not quantized to 4 bits; give weights='int4' (in a recipe file: quantize with bits = 4 before)"
         return None
 
@@ -40,7 +44,14 @@ class W4A8MatMul(GroupMatMul):
         q, scales = quantized.q.numpy(), quantized.scales.numpy()
         if quantized.symmetric:
             q = (q + np.int8(MIDDLE_ZERO_POINT)).view(np.uint8)
-        packed = {"weights": PackedTensor(_native.pack_int4_group(np.ascontiguousarray(q)), ir.DataType.UINT8)}
+        low = np.ascontiguousarray(q if quantized.bits == 4 else q & 15)
+        packed = {"weights": PackedTensor(_native.pack_int4_group(low), ir.DataType.UINT8)}
+        del low
+        if quantized.subgroup_scales is not None:
+            packed |= _packed_subgroups(quantized)
+            del q, scales
+            quantized.release()
+            return packed
         if quantized.minimums is None:
             (packed["scales"],) = packed_floats(scales)
         else:
@@ -58,8 +69,11 @@ class W4A8MatMul(GroupMatMul):
     ) -> list[ir.Attr]:
         """See `Replacement.attributes`."""
         assert quantization is not None
-        steps = ir.AttrInt64("zero_point_steps", quantization.zero_point_steps)
-        return [*super().attributes(k, n, quantization, activation, gated_columns), steps]
+        names = {"zero_point_steps": quantization.zero_point_steps}
+        if quantization.subgroup_size is not None:
+            names |= {"subgroup_size": quantization.subgroup_size, "bits": quantization.bits}
+        own = [ir.AttrInt64(name, value) for name, value in names.items()]
+        return [*super().attributes(k, n, quantization, activation, gated_columns), *own]
 
     def magnitude(self, weight: LayerWeight) -> np.ndarray:
         """See `GroupMatMul.magnitude`."""
@@ -79,6 +93,11 @@ class W4A8MatMul(GroupMatMul):
         """See `Replacement.fill_inputs`."""
         nodes = nodes_of(model, OP_TYPE)
         uses = _uses(nodes)
+        if uses.subgroups:  # an ONNX function cannot test whether a node has an attribute
+            for node in nodes:
+                for name, value in (("subgroup_size", 0), ("bits", 4)):
+                    if name not in node.attributes:
+                        node.attributes.add(ir.AttrInt64(name, value))
 
         def neutral(node: ir.Node) -> dict[str, np.ndarray]:
             n, k = node.attributes["n"].as_int(), node.attributes["k"].as_int()
@@ -87,11 +106,13 @@ class W4A8MatMul(GroupMatMul):
             middle = np.full((-(-n // PANEL_COLUMNS), groups, PANEL_COLUMNS), middle_step, np.uint8)
             scales = input_of(node, INPUTS, "scales")
             assert scales is not None and scales.dtype is not None
-            has_minimums = input_of(node, INPUTS, "minimums") is not None
+            has_zero = any(input_of(node, INPUTS, name) is not None for name in ("minimums", "subgroup_scales"))
             return {
                 **neutral_inputs_of_layer(n, node.attributes["gated_columns"].as_int()),
-                "zero_points": np.zeros(1, np.uint8) if has_minimums else middle,
+                "zero_points": np.zeros(1, np.uint8) if has_zero else middle,
                 "minimums": np.zeros(1, scales.dtype.numpy()),
+                "subgroup_scales": np.ones(1, np.uint8),
+                "high_bits": np.zeros(1, np.uint8),
             }
 
         fill_missing(nodes, INPUTS, uses.needed_inputs(), neutral, new_name)
@@ -101,10 +122,36 @@ class W4A8MatMul(GroupMatMul):
         return w4a8_matmul_function(opset, _uses(nodes_of(model, OP_TYPE)), unpack_once)
 
 
+def _packed_subgroups(quantized: QuantizedWeight) -> dict[str, PackedTensor]:
+    """Return the packed tensors that only weights with subgroups have, and their scales."""
+    assert quantized.subgroup_scales is not None and quantized.zero_points is not None
+    assert quantized.subgroup_size is not None
+    k, n = quantized.q.shape.numpy()
+    rows = -(-k // TILE_INPUTS) * TILE_INPUTS // quantized.subgroup_size
+    both = np.zeros((rows, n), np.uint8)
+    steps, zero_points = quantized.subgroup_scales.numpy(), quantized.zero_points.numpy()
+    np.left_shift(zero_points, 8 - quantized.bits, out=both[: len(steps)])
+    both[: len(steps)] |= steps
+    (scales,) = packed_floats(quantized.scales.numpy())
+    packed = {
+        "scales": scales,
+        "subgroup_scales": PackedTensor(_native.pack_group_rows(both), ir.DataType.UINT8),
+    }
+    if quantized.bits > 4:
+        q = np.ascontiguousarray(quantized.q.numpy())
+        packed["high_bits"] = PackedTensor(_native.pack_high_bits(q, quantized.bits), ir.DataType.UINT8)
+    return packed
+
+
 def _uses(nodes: list[ir.Node]) -> Uses:
-    minimums = any(input_of(node, INPUTS, "minimums") is not None for node in nodes)
+    def any_has(name: str) -> bool:
+        return any(input_of(node, INPUTS, name) is not None for node in nodes)
+
+    minimums, subgroups = any_has("minimums"), any_has("subgroup_scales")
     return Uses(
-        zero_points=minimums or any(input_of(node, INPUTS, "zero_points") is not None for node in nodes),
+        zero_points=minimums or subgroups or any_has("zero_points"),
         minimums=minimums,
+        subgroups=subgroups,
+        high_bits=any_has("high_bits"),
         **uses_of_layers(nodes, INPUTS),
     )

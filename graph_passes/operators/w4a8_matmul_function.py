@@ -8,11 +8,14 @@ import numpy as np
 import onnx_ir as ir
 
 from .function_body import PANEL_COLUMNS, FunctionBody
-from .group_function import ATTRIBUTES, ROW_INPUTS, GroupRows, rounded_by_groups, zero_of
+from .group_function import ATTRIBUTES, ROW_INPUTS, TILE_INPUTS, GroupRows, rounded_by_groups, zero_of
 from .linear_function import NORM_INPUTS, LayerUses, end_of_layer, linear_function
 
 OP_TYPE = "W4A8MatMul"
-INPUTS = ("X", "weights", "scales", "bias", "residual", "zero_points", *NORM_INPUTS, "minimums")
+_SUBGROUP_INPUTS = ("subgroup_scales", "high_bits")
+INPUTS = (
+    "X", "weights", "scales", "bias", "residual", "zero_points", *NORM_INPUTS, "minimums", *_SUBGROUP_INPUTS
+)  # fmt: skip
 
 MIDDLE_ZERO_POINT = 8  # equals the constant in ops/formats/int4_group.h
 
@@ -21,17 +24,36 @@ MIDDLE_ZERO_POINT = 8  # equals the constant in ops/formats/int4_group.h
 class Uses(LayerUses):
     """The features that the W4A8MatMul nodes of a model use."""
 
-    zero_points: bool = False  # also true if there are minimums; nodes with minimums get the zero point 0
+    # Also true if there are minimums or subgroups; nodes with either get the zero point 0.
+    zero_points: bool = False
     minimums: bool = False
+    subgroups: bool = False  # some nodes have subgroups; others get the scale 1 and zero point 0
+    high_bits: bool = False  # some nodes have 5 or 6 bits
 
     def needed_inputs(self) -> set[str]:
         """Return the inputs that all nodes must have."""
-        offsets = {"zero_points"} if self.zero_points else set()
-        return super().needed_inputs() | offsets | ({"minimums"} if self.minimums else set())
+        own = {
+            "zero_points": self.zero_points,
+            "minimums": self.minimums,
+            "subgroup_scales": self.subgroups,
+            "high_bits": self.high_bits,
+        }
+        return super().needed_inputs() | {name for name, used in own.items() if used}
 
     def takes(self, name: str) -> bool:
         """Return whether the function has this input; it has all inputs up to the last one that a node uses."""
-        return self.minimums or ((name not in NORM_INPUTS or self.norm) and name != "minimums")
+        last = (
+            "high_bits"
+            if self.high_bits
+            else "subgroup_scales"
+            if self.subgroups
+            else "minimums"
+            if self.minimums
+            else NORM_INPUTS[-1]
+            if self.norm
+            else "zero_points"
+        )
+        return INPUTS.index(name) <= INPUTS.index(last)
 
 
 def w4a8_matmul_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir.Function:
@@ -40,31 +62,34 @@ def w4a8_matmul_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir
     body = FunctionBody(opset)
     product = body.op("MatMul", rounded_by_groups(body, inputs["X"]), _matrix(body, inputs, uses, unpack_once))
     y = end_of_layer(body, product, inputs, uses)
-    return linear_function(OP_TYPE, opset, body, inputs, y, (*ATTRIBUTES, "zero_point_steps"))
+    own = ("zero_point_steps", *(("subgroup_size", "bits") if uses.subgroups else ()))
+    return linear_function(OP_TYPE, opset, body, inputs, y, (*ATTRIBUTES, *own))
 
 
 def _matrix(body: FunctionBody, inputs: dict[str, ir.Value], uses: Uses, unpack_once: bool) -> ir.Value:
-    """Return W [k, n]: scales (q - zero_points / zero_point_steps) + minimums.
+    """Return W [k, n]: scales (subgroup_scales (q - z) - zero_points / zero_point_steps) + minimums.
 
-    A single zero point or minimum applies to all weights.
+    subgroup_scales and z are the two parts of the input subgroup_scales. A single zero point, minimum or subgroup scale
+    applies to all weights.
     """
     op = body.op
     rows = GroupRows(body)
+    zero = zero_of(body, inputs["X"], unpack_once)
     # [panel, pair of rows, nibble, column, input in row] -> [input, column].
-    shifts = op("Add", body.constant(np.array([[0], [4]], np.int64)), zero_of(body, inputs["X"], unpack_once))
+    shifts = op("Add", body.constant(np.array([[0], [4]], np.int64)), zero)
     pairs = op("Unsqueeze", inputs["weights"], body.ints(2))
-    shifted = op("BitShift", pairs, op("Cast", shifts, to=ir.DataType.UINT8), direction="RIGHT")
-    nibbles = op("Mod", shifted, body.constant(np.array(16, np.uint8)))
-    in_order = op("Reshape", nibbles, body.shape(rows.panels, -1, 2, PANEL_COLUMNS, ROW_INPUTS))
-    matrix_order = op("Transpose", in_order, perm=[1, 2, 4, 0, 3])
-    q = op("Cast", op("Reshape", matrix_order, body.shape(-1, rows.padded_n)), to=ir.DataType.FLOAT)
+    q = _in_order(body, rows, _bits_at(body, pairs, shifts, body.constant(np.array(16, np.uint8))))
+    if uses.high_bits:
+        q = op("Add", q, op("Mul", _high_bits(body, rows, inputs["high_bits"], zero), body.number(16)))
 
     def of_inputs(name: str) -> ir.Value:
         tensor = inputs[name]
-        if uses.minimums and name != "scales":
+        if (uses.minimums or uses.subgroups) and name != "scales":
             tensor = op("Expand", tensor, op("Shape", inputs["scales"]))
         return rows.of_inputs(tensor)
 
+    if uses.subgroups:
+        q = _of_subgroups(body, rows, inputs["subgroup_scales"], q, zero)
     zero_points = body.number(MIDDLE_ZERO_POINT)
     if uses.zero_points:
         steps = op("Cast", body.attribute("zero_point_steps"), to=ir.DataType.FLOAT)
@@ -73,3 +98,52 @@ def _matrix(body: FunctionBody, inputs: dict[str, ir.Value], uses: Uses, unpack_
     if uses.minimums:
         padded = op("Add", padded, of_inputs("minimums"))
     return rows.matrix(padded)
+
+
+def _bits_at(body: FunctionBody, tensor: ir.Value, shifts: ir.Value, modulus: ir.Value) -> ir.Value:
+    """Return tensor >> shifts modulo `modulus`, uint8. shifts: int64."""
+    shifted = body.op("BitShift", tensor, body.op("Cast", shifts, to=ir.DataType.UINT8), direction="RIGHT")
+    return body.op("Mod", shifted, modulus)
+
+
+def _in_order(body: FunctionBody, rows: GroupRows, packed: ir.Value) -> ir.Value:
+    """Return values in packed order, uint8, as float32 [input, column]."""
+    in_order = body.op("Reshape", packed, body.shape(rows.panels, -1, 2, PANEL_COLUMNS, ROW_INPUTS))
+    matrix_order = body.op("Transpose", in_order, perm=[1, 2, 4, 0, 3])
+    return body.op("Cast", body.op("Reshape", matrix_order, body.shape(-1, rows.padded_n)), to=ir.DataType.FLOAT)
+
+
+def _power_of_two(body: FunctionBody, exponent: ir.Value) -> ir.Value:
+    """Return 2^exponent as uint8."""
+    one = body.constant(np.array(1, np.uint8))
+    return body.op("BitShift", one, body.op("Cast", exponent, to=ir.DataType.UINT8), direction="LEFT")
+
+
+def _high_bits(body: FunctionBody, rows: GroupRows, tensor: ir.Value, zero: ir.Value) -> ir.Value:
+    """Return the bits above the low 4 of all weights, float32 [input, column]; zeros for nodes with 4 bits."""
+    op = body.op
+    more = op("Max", op("Sub", body.attribute("bits"), body.integer(4)), body.integer(1))
+    row_bytes = PANEL_COLUMNS * ROW_INPUTS
+    chunks = op("Mul", op("Mul", rows.tiles, more), body.integer(2))
+    whole = op("Expand", tensor, body.shape(rows.panels, rows.tiles, op("Mul", more, body.integer(2 * row_bytes))))
+    by_chunk = op("Reshape", whole, body.shape(rows.panels, chunks, 1, row_bytes))
+    # The first row's bits are the highest of a byte.
+    first = op("Sub", body.integer(8), more)
+    shifts = op("Unsqueeze", op("Range", first, body.integer(-1), op("Neg", more)), body.ints(1))
+    return _in_order(body, rows, _bits_at(body, by_chunk, op("Add", shifts, zero), _power_of_two(body, more)))
+
+
+def _of_subgroups(body: FunctionBody, rows: GroupRows, tensor: ir.Value, q: ir.Value, zero: ir.Value) -> ir.Value:
+    """Return subgroup_scales (q - z), float32 [input, column]."""
+    op = body.op
+    size, bits = body.attribute("subgroup_size"), body.attribute("bits")
+    # Without subgroups, all subgroups of a tile's size have the one scale.
+    size = op("Where", op("Equal", size, body.integer(0)), body.integer(TILE_INPUTS), size)
+    count = op("Div", rows.padded_k, size)
+    whole = op("Expand", tensor, body.shape(rows.panels, count, PANEL_COLUMNS))
+    scale_bits = op("Sub", body.integer(8), bits)
+    index = op("Add", op("Div", rows.inputs, size), zero)
+    scales = rows.rows_at(op("Mod", whole, _power_of_two(body, scale_bits)), index)
+    right = op("Cast", scale_bits, to=ir.DataType.UINT8)
+    zero_points = rows.rows_at(op("BitShift", whole, right, direction="RIGHT"), index)
+    return op("Mul", op("Sub", q, zero_points), scales)

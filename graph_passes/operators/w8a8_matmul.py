@@ -10,8 +10,8 @@ import onnx_ir as ir
 from ortolan import _native
 
 from ..find.stored_int8 import StoredInt8
-from ..weights.quantizers.grid import Quantization
-from .group_matmul import GROUP_SIZES, GroupMatMul, packed_floats
+from ..weights.quantizers.grid import GROUP_SIZES, Quantization
+from .group_matmul import GroupMatMul, packed_floats
 from .linear_function import LayerUses, neutral_inputs_of_layer, uses_of_layers
 from .nodes import fill_missing, nodes_of
 from .replacement import LayerWeight, PackedTensor, PackedWeight
@@ -23,7 +23,6 @@ class W8A8MatMul(GroupMatMul):
 
     op_type = OP_TYPE
     input_names = INPUTS
-    bits = 8
     largest = 128
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:

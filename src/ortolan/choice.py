@@ -28,7 +28,7 @@ class Choice:
 
     Attributes:
         recipe: The recipe. None: it is chosen later, by measurement or because the model stores quantized weights.
-        bits: Settings of a search that chooses 4 or 8 bits for each layer.
+        bits: Settings of a search that chooses the bits of each layer.
         options: Options of passes, for a recipe that is not chosen yet.
         measured: The recipe is to be chosen by measurement.
         note: A note for the report.
@@ -135,7 +135,7 @@ def _mixed_bits(
         form = PRESETS["int4"].form
     if not form.is_dense_int4 or form.cache is not None or prompt:
         raise RecipeError(
-            f"{limit.argument} chooses 4 or 8 bits for each layer and needs weights='int4', without sparsity, pattern, "
+            f"{limit.argument} chooses the bits of each layer and needs weights='int4', without sparsity, pattern, "
             "cache or prompt; or call ortolan.search, which chooses among all dense formats"
         )
     return Choice(None, BitSettings(form, limit, reproducible), options).measuring()

@@ -300,7 +300,7 @@ def _packed_info(node: ir.Node) -> LinearInfo:
     by_name = dict(zip(inputs, node.inputs, strict=False))
     constants = {name: tensor for name, value in by_name.items() if (tensor := constant_tensor(value)) is not None}
     describe = _describe_sparse if node.op_type == "SparseAMXMatMul" else _describe_groups
-    weight = describe(info, constants, integers.get("group_size", 0))
+    weight = describe(info, constants, integers)
     info.weight_bytes = sum(constants[name].nbytes for name in weight if name in constants)
     residual = by_name.get("residual")
     info.fused = describe_epilogue(
@@ -309,8 +309,11 @@ def _packed_info(node: ir.Node) -> LinearInfo:
     return info
 
 
-def _describe_sparse(info: LinearInfo, constants: Mapping[str, ir.TensorProtocol], group_size: int) -> list[str]:
+def _describe_sparse(
+    info: LinearInfo, constants: Mapping[str, ir.TensorProtocol], integers: Mapping[str, int]
+) -> list[str]:
     """Set format and sparsity; return the names of the inputs that hold the weight."""
+    group_size = integers.get("group_size", 0)
     masks, values = constants.get("masks"), constants.get("values")
     kind = _KINDS.get(values.dtype) if values is not None else None
     if masks is not None and values is not None and kind is not None:
@@ -324,7 +327,16 @@ def _describe_sparse(info: LinearInfo, constants: Mapping[str, ir.TensorProtocol
     return ["masks", "values", "offsets", *(["scales"] if kind != "bf16" else [])]
 
 
-def _describe_groups(info: LinearInfo, constants: Mapping[str, ir.TensorProtocol], group_size: int) -> list[str]:
+def _describe_groups(
+    info: LinearInfo, constants: Mapping[str, ir.TensorProtocol], integers: Mapping[str, int]
+) -> list[str]:
+    group_size, subgroup_size = integers.get("group_size", 0), integers.get("subgroup_size", 0)
+    if subgroup_size:
+        kind = f"int{integers.get('bits', 4)}"
+        info.weight_format = f"{kind}, groups of {subgroup_size} with integer scales, float scales for {group_size}"
+        # A single value of high_bits is a placeholder of 4-bit weights.
+        high = [name for name in ("high_bits",) if name in constants and constants[name].size > 1]
+        return ["weights", "scales", "subgroup_scales", *high]
     # A single value is a placeholder, which the node needs because other layers have zero points.
     offsets = [name for name in ("zero_points", "minimums") if name in constants and constants[name].size > 1]
     weights = constants.get("weights")

@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar
 
-from ortolan.graph_passes.names import CACHES, EVERYWHERE, FORMAT_OPTIONS, GROUP_SIZES, METHODS, WEIGHTS
+from ortolan.graph_passes.names import CACHES, EVERYWHERE, FORMAT_GROUP_SIZES, FORMAT_OPTIONS, METHODS, WEIGHTS
 from ortolan.graph_passes.options import HEADS
 
 from .errors import ArgumentError, ArgumentTypeError, suggestion, wrong_type
@@ -106,8 +106,9 @@ class OptimizeOptions:
         metadata=_about(
             "Target format",
             int,
-            "The number of inputs that share a scale, for int4. Default: 32; 128 with a sparsity or a pattern.",
-            choices=GROUP_SIZES,
+            "The number of inputs that share a scale, for int4, int5 and int6. 16 and 32: integer scales in groups of "
+            "256. 64 and 128 (int4): floating-point scales. Default: 16; 128 with a sparsity or a pattern.",
+            choices=FORMAT_GROUP_SIZES,
         ),
     )
     sparsity: float | None = field(
@@ -191,8 +192,8 @@ class OptimizeOptions:
         metadata=_about(
             "Accuracy",
             str,
-            "With weights int4: limit the size of the files, such as 100MB; layers get 4 or 8 bits so that the error "
-            "is as small as possible.",
+            "With weights int4: limit the size of the files, such as 100MB; layers get 4, 5, 6 or 8 bits so that "
+            "the error is as small as possible.",
             metavar="SIZE",
         ),
     )

@@ -182,7 +182,7 @@ def test_steps_and_decisions_are_logged(bert, caplog):
     with caplog.at_level(logging.DEBUG, logger="ortolan"):
         ortolan.optimize_onnx(bert, weights="int4", options=FAST)
     told = {level: [one.getMessage() for one in caplog.records if one.levelno == level] for level in (20, 10)}
-    assert told[20][0] == "recipe weights=int4: int4 weights in groups of 32 by mse"
+    assert told[20][0] == "recipe weights=int4: int4 weights in groups of 16 by mse"
     stages = [one for one in told[20] if one in set(Stage)]
     changes = ["normalize", "calibrate", "quantize", "fuse attention", "replace", "fuse norms", "unpad"]
     assert stages == [*changes, "verify"]

@@ -102,7 +102,7 @@ def test_the_default_variants_are_in_4_bits_and_stay_in_their_folder(model, tmp_
     for name, path in variants.items():
         nodes = list(ir.load(path).graph)
         found = [node.attributes.get("block_size") or node.attributes.get("group_size") for node in nodes]
-        size = {"fp32": None, "MatMulNBits g32": 32, "int4": 32}.get(name, 128)
+        size = {"fp32": None, "MatMulNBits g32": 32, "int4": 256}.get(name, 128)
         head = {64} if name.startswith("int4") else set()
         assert {attribute.as_int() for attribute in found if attribute} - {0} == ({size} | head if size else set())
         # All quantized models have a quantized head as well.

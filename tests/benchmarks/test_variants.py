@@ -11,12 +11,12 @@ def options_of(recipe):
 
 def test_recipes_with_settings():
     int4 = "int4:ignore=none"
-    texts = [int4, f"{int4},group_size=32,symmetric=true", ":weights=int4,group_size=64,pattern=unstructured"]
+    texts = [int4, f"{int4},group_size=128,symmetric=true", ":weights=int4,group_size=64,pattern=unstructured"]
     texts += [":weights=bf16,sparsity=0.25", "sparse-encoder", ":weights=int4,sparsity=0.5,method=wanda+gptq"]
     recipes = {name: options_of(recipe) for name, recipe in read_recipes(texts, [0.0, 0.5]).items()}
     assert list(recipes) == [
         "int4 ignore=none",
-        "int4 ignore=none,group_size=32,symmetric=true",
+        "int4 ignore=none,group_size=128,symmetric=true",
         "weights=int4,group_size=64,pattern=unstructured 0%",
         "weights=int4,group_size=64,pattern=unstructured 50%",
         "weights=bf16,sparsity=0.25",
@@ -24,8 +24,8 @@ def test_recipes_with_settings():
         "sparse-encoder 50%",
         "weights=int4,sparsity=0.5,method=wanda+gptq",
     ]
-    assert [options["group_size"] for options in list(recipes.values())[:4]] == [32, 32, 64, 64]
-    assert [options["symmetric"] for options in list(recipes.values())[:2]] == [False, True]
+    assert [options["group_size"] for options in list(recipes.values())[:4]] == [256, 128, 64, 64]
+    assert [options["symmetric"] for options in list(recipes.values())[:2]] == [None, True]
     shares = [options.get("sparsity") for options in list(recipes.values())[2:]]
     assert shares == [None, 0.5, 0.25, 0.0, 0.5, 0.5]
     assert list(recipes.values())[-1]["method"] == "gptq"  # option of the last pass

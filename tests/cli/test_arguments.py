@@ -84,7 +84,7 @@ def test_the_shell_completes_choices() -> None:
             [sys.executable, "-P", "-c", script], env=environment, capture_output=True, text=True, check=False
         )
         shown[words] = done.stdout.split()
-    assert list(shown.values()) == [["bf16", "int8", "int4"], ["int4", "int8"], ["bf16"]]
+    assert list(shown.values()) == [["bf16", "int8", "int6", "int5", "int4"], ["int4", "int8"], ["bf16"]]
 
 
 # Calls with one bad argument. A wrong value raises a ValueError and a wrong type a TypeError; both are OrtolanErrors.

@@ -214,7 +214,7 @@ def test_beams_and_the_pipeline(export: Export, tmp_path: Path) -> None:
 def test_fewer_bits_stay_near(export: Export, tmp_path: Path) -> None:
     source = export("text-generation-with-past")
     OrtolanOptimizer.from_pretrained(source).optimize(
-        tmp_path / "fast", recipe=NAMED["int4"], options=FAST | {"may_grow": True, "group_size": 32}
+        tmp_path / "fast", recipe=NAMED["int4"], options=FAST | {"may_grow": True, "subgroup_size": 32}
     )
     assert "W4A8MatMul" in ops(tmp_path / "fast")
     inputs = prompts(source)
@@ -312,7 +312,7 @@ def test_what_is_no_model_folder(tmp_path: Path) -> None:
 
 def test_choices_are_listed_by_the_help(export: Export, tmp_path: Path) -> None:
     source = export("text-generation-with-past")
-    assert "--weights {bf16,int8,int4}" in cli("ortolan", "optimize", "--help").stdout
+    assert "--weights {bf16,int8,int6,int5,int4}" in cli("ortolan", "optimize", "--help").stdout
     wrong = cli("ortolan", "optimize", "--onnx_model", source, "-o", tmp_path / "fast", "--weights", "int3")
     assert wrong.returncode == 2 and "invalid choice: 'int3'" in wrong.stderr
 

@@ -408,6 +408,20 @@ def test_other_recipes_keep_eight_bits_or_round_them_once_more() -> None:
 # --- refused weights, and the reasons ---------------------------------------------------------------------------------
 
 
+def test_int4_keeps_four_bits_unless_they_are_to_be_rounded_again() -> None:
+    written = four_bits(256, 48, 32, None)
+    options = {"verify.seconds": 0.0, "verify.feeds": 1}
+    kept = ortolan.optimize_onnx(written.model(), weights="int4", options=options)
+    again = ortolan.optimize_onnx(written.model(), weights="int4", options=options | {"requantize": True})
+    for report, size in ((kept, 32), (again, 256)):
+        assert report.model is not None
+        (node,) = (node for node in report.model.graph.node if node.op_type == "W4A8MatMul")
+        assert next(one.i for one in node.attribute if one.name == "group_size") == size
+    assert any("requantize is true, so the weights are rounded once more" in note for note in again.notes)
+    with pytest.raises(ortolan.RecipeError, match=r"no option 'requantize'|requantize is true, which needs op"):
+        ortolan.Recipe.of(weights="bf16").with_options({"requantize": True})
+
+
 def test_blocks_of_16() -> None:
     blocks = "its scales are per block of 16 inputs, expected one per output, or blocks of a multiple of 32 inputs"
     refused(by_group(64, 6, 16), "linear", "stored in 8 bits", blocks)

@@ -1,4 +1,4 @@
-"""The option budget with weights="int4": which layers get 8 bits instead of 4."""
+"""The option budget with weights="int4": which layers get 5, 6 or 8 bits instead of 4."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from onnx import numpy_helper
 import ortolan
 from ortolan import Recipe
 from ortolan.errors import ArgumentError, VerificationError
-from ortolan.graph_passes.auto.bits import FOUR, _order
+from ortolan.graph_passes.auto.bits import FOUR, _order, _steps
 from ortolan.graph_passes.auto.budget import Limit, read_limit
 from ortolan.graph_passes.auto.path import Step
+from ortolan.graph_passes.report.search import LayerChoice, MeasuredForm
 from ortolan.graph_passes.weights.quantizers.grid import Quantization, dequantize, round_to_nearest
 from ortolan.models import tiny
 
@@ -29,7 +30,7 @@ def model() -> onnx.ModelProto:
 def mixed(model: onnx.ModelProto, budget: Any = None, **options: Any) -> ortolan.OptimizationReport:
     texts = {"input_ids": np.random.default_rng(0).integers(0, 90, (8, 24))}
     given = {"calibration": [{"input_ids": row[None]} for row in texts["input_ids"]], **options}
-    return ortolan.optimize_onnx(model, weights="int4", group_size=32, budget=budget, **given)
+    return ortolan.optimize_onnx(model, budget=budget, **{"weights": "int4", **given})
 
 
 def bits(report: ortolan.OptimizationReport) -> Counter[int | None]:
@@ -43,7 +44,7 @@ def size(report: ortolan.OptimizationReport) -> int:
 
 def test_a_wide_budget_takes_4_bits_everywhere(model: onnx.ModelProto) -> None:
     report = mixed(model, 0.5)
-    plain = ortolan.optimize_onnx(model, weights="int4", group_size=32)
+    plain = ortolan.optimize_onnx(model, weights="int4")
     assert bits(report) == bits(plain) and bits(report)[4] > 0
     assert report.auto is not None and len(report.auto.trials) == 1
     assert "8 in 0" in report.auto.outcome
@@ -55,7 +56,7 @@ def test_a_narrow_budget_takes_8_bits_where_errors_matter(model: onnx.ModelProto
     cosine = wide.auto.trials[0].cosine
     assert cosine is not None
     narrow = mixed(model, 1 - (1 - cosine) / 2)
-    assert bits(narrow)[8] > bits(wide)[8] and bits(narrow)[4] > 0
+    assert sum(bits(narrow)[more] - bits(wide)[more] for more in (5, 6, 8)) > 0 and bits(narrow)[4] > 0
     assert narrow.output_error and min(error.cosine for error in narrow.output_error) > cosine
     assert size(wide) < size(narrow)
     # Layers that read the same input get the same number of bits, so that they can be joined.
@@ -70,9 +71,35 @@ def test_a_budget_of_bytes_is_kept_with_as_little_error_as_it_allows(model: onnx
     report = mixed(model, max_bytes=(least + most) // 2)
     # The report text in the model's metadata may differ by some bytes.
     assert least < size(report) <= (least + most) // 2 + 200
-    assert bits(report)[8] and bits(report)[4]
-    with pytest.raises(VerificationError, match=r"no choice of 4 and 8 bits is within the budget .* 4 bits in all"):
+    assert bits(report)[4] and any(bits(report)[more] for more in (5, 6))
+    with pytest.raises(VerificationError, match=r"no choice of 4, 5, 6 and 8 bits is within .* 4 bits in all"):
         mixed(model, max_bytes="10KB")
+
+
+def test_float_scales_have_only_4_and_8_bits(model: onnx.ModelProto) -> None:
+    least, most = (size(mixed(model, max_bytes=limit, group_size=64)) for limit in (None, "1GB"))
+    report = mixed(model, max_bytes=(least + most) // 2, group_size=64)
+    assert bits(report)[4] and bits(report)[8] and set(bits(report)) <= {4, 8, None}
+    with pytest.raises(VerificationError, match=r"no choice of 4 and 8 bits is within the budget .* 4 bits in all"):
+        mixed(model, max_bytes="10KB", group_size=64)
+
+
+def test_steps_go_from_8_bits_to_fewer_and_leave_out_what_does_not_pay() -> None:
+    forms = {"int8": (0.0, 80), "int6": (0.1, 66), "int5": (0.2, 56), "int4": (0.4, 46)}
+    layers = [
+        LayerChoice(name, "", forms={form: MeasuredForm([], error, size) for form, (error, size) in forms.items()})
+        for name in ("a", "b")
+    ]
+    path = list(_steps(layers, 160))
+    assert [[(step.layer, step.candidate.name) for step in steps] for steps in path] == [
+        [("a", name), ("b", name)] for name in ("int6", "int5", "int4")
+    ]
+    assert sum(step.saved for steps in path for step in steps) == pytest.approx(2 * 34 / 160)
+    assert sum(step.cost for steps in path for step in steps) == pytest.approx(2 * 0.4**2)
+    # A large error of 5 bits: the path goes from 6 to 4 bits.
+    for layer in layers:
+        layer.forms["int5"] = MeasuredForm([], 0.35, 56)
+    assert [steps[0].candidate.name for steps in _steps(layers, 160)] == ["int6", "int4"]
 
 
 def test_layers_whose_weights_lie_on_a_grid_of_4_bits_keep_it(model: onnx.ModelProto) -> None:
@@ -80,16 +107,16 @@ def test_layers_whose_weights_lie_on_a_grid_of_4_bits_keep_it(model: onnx.ModelP
     on_grid.CopyFrom(model)
     for tensor in on_grid.graph.initializer:
         if len(tensor.dims) == 2 and "layers.0" in tensor.name:
-            quantization = Quantization(4, 32, symmetric=False, fractions=True)
+            quantization = Quantization(4, 64, symmetric=False, fractions=True)
             rounded = round_to_nearest(numpy_helper.to_array(tensor), quantization)
-            tensor.CopyFrom(numpy_helper.from_array(dequantize(rounded, 32), tensor.name))
-    report = mixed(on_grid, max_bytes="1GB")
+            tensor.CopyFrom(numpy_helper.from_array(dequantize(rounded, 64), tensor.name))
+    report = mixed(on_grid, max_bytes="1GB", group_size=64)
     four = {layer.name for layer in report.layers if layer.weight_bits == 4}
     assert four and all("layers.0" in name for name in four) and bits(report)[8]
     assert report.auto is not None and len(report.auto.trials) == 2
     # The first budget keeps all layers in 4 bits, the second those with error 0. Budget 1.0 allows no 4-bit layer.
     with pytest.raises(VerificationError, match="8 bits in all layers give cosine"):
-        mixed(on_grid, 1.0)
+        mixed(on_grid, 1.0, group_size=64)
 
 
 def test_what_costs_nothing_goes_first() -> None:
@@ -116,7 +143,7 @@ def test_without_calibration_the_own_next_tokens_count(model: onnx.ModelProto) -
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ({"weights": "int8"}, "max_perplexity_increase chooses 4 or 8 bits for each layer and needs weights='int4'"),
+        ({"weights": "int8"}, "max_perplexity_increase chooses the bits of each layer and needs weights='int4'"),
         ({"weights": "int4", "sparsity": 0.5}, "needs weights='int4', without sparsity"),
         ({"recipe": "auto"}, "or call ortolan.search"),
         ({"weights": "int4", "budget": 0.9}, "budget and max_perplexity_increase exclude each other"),

@@ -18,7 +18,7 @@ from .small_models import FAST, make_model, op_types, optimize, random_weight, r
 
 FLOAT, FLOAT16 = TensorProto.FLOAT, TensorProto.FLOAT16
 K, N = 40, 21
-RECIPES = {"sparse-bf16": {"sparsity": 0.0}, "sparse-int8": {"sparsity": 0.0}, "int4": {"group_size": 32}}
+RECIPES = {"sparse-bf16": {"sparsity": 0.0}, "sparse-int8": {"sparsity": 0.0}, "int4": {"subgroup_size": 32}}
 ERROR = {"sparse-bf16": 2e-2, "sparse-int8": 5e-2, "int4": 0.3}
 
 GATE = helper.make_node("MatMul", ["x", "G"], ["gate"], name="gate_proj")
@@ -180,7 +180,7 @@ def test_llama() -> None:
     assert gates and all("gated" in layer.fused for layer in gates)
     packed = [layer for layer in ortolan.inspect_onnx(report.model).linears if "gated" in layer.fused]
     assert len(packed) == len(gates)
-    assert packed[0].weight_format == "int4, groups of 32, zero points"
+    assert packed[0].weight_format == "int4, groups of 32 with integer scales, float scales for 256"
     assert (packed[0].k, packed[0].n) == (gates[0].k, 2 * gates[0].n)
 
 

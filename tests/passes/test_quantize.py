@@ -224,6 +224,33 @@ def test_what_the_next_passes_find(tmp_path, options, quantization):
     check_stored(context, linears["/b"], b, quantization)
 
 
+@pytest.mark.parametrize("options", [{"bits": 5}, {"bits": 4, "subgroup_size": 32, "group_size": 128}])
+def test_weights_in_subgroups(tmp_path, options):
+    a = random_weight(300, 40)
+    context, linears = quantize_in(two_layers(a, random_weight(40, 33)), tmp_path, {"name": "quantize", **options})
+    weight = context.layers.quantized[linears["/a"].weight_key]
+    size, group = options.get("subgroup_size", 16), options.get("group_size", 256)
+    assert (weight.bits, weight.group_size, weight.subgroup_size) == (options["bits"], group, size)
+    rounded = round_mse(a, Quantization(options["bits"], group, symmetric=False, subgroup_size=size))
+    for name in ("q", "scales", "zero_points", "subgroup_scales"):
+        np.testing.assert_array_equal(getattr(weight, name).numpy(), getattr(rounded, name))
+    np.testing.assert_array_equal(linears["/a"].matrix(), dequantize(rounded, group, size))
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+def test_inputs_of_text_that_a_decoder_generates_have_weights(decoder, monkeypatch):
+    """Random inputs have not: their energies differ from those of real inputs."""
+    given = []
+    plain = quantize_module.round_mse
+    monkeypatch.setattr(quantize_module, "round_mse", lambda *one: given.append(one[2:]) or plain(*one))
+    monkeypatch.setitem(quantize_module._ROUND, "mse", lambda *one: given.append(()) or plain(*one))
+    model = ir.to_proto(tiny.tiny_llama() if decoder else tiny.tiny_bert())
+    optimize(model, bits=4, subgroup_size=16, exclude=["heads"])
+    assert given and all(len(one) == decoder for one in given)
+    for (energies,) in given if decoder else ():
+        assert np.isfinite(energies).all() and energies.min() > 0 and energies.mean() == pytest.approx(1, abs=0.01)
+
+
 @pytest.mark.parametrize("form", ["gemm", "gemm_trans_b", "transpose", "identity", "cast", "dequantize"])
 def test_weights_behind_other_operators(tmp_path, form):
     model = ir.to_proto(tiny.mlp((72, 40), form))

@@ -19,7 +19,7 @@ NAMED = {
     "int4": Recipe.of(weights="int4", ignore=()),
     "int4-gptq": Recipe.of(weights="int4", method="gptq", ignore=()),
     "int4-awq": Recipe.of(weights="int4", method="awq", ignore=()),
-    "int4-hqq": Recipe.of(weights="int4", method="hqq", ignore=()),
+    "int4-hqq": Recipe.of(weights="int4", method="hqq", group_size=64, ignore=()),
     "activation-sparse": Recipe.load("activation-sparse"),
     "activation-sparse-int8": Recipe.load("activation-sparse", weights="int8"),
     "sparse-encoder": Recipe.load("sparse-encoder"),

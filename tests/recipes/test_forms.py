@@ -122,8 +122,14 @@ def test_names() -> None:
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"weights": "int3"}, "weights is 'int3', expected one of 'bf16', 'int8', 'int4'"),
-        ({"weights": "int4", "group_size": 48}, "group_size is 48, expected one of 32, 64, 128"),
+        ({"weights": "int3"}, "weights is 'int3', expected one of 'bf16', 'int8', 'int6', 'int5', 'int4'"),
+        ({"weights": "int4", "group_size": 48}, "group_size is 48, expected one of 16, 32, 64, 128"),
+        ({"weights": "int5", "group_size": 64}, "group_size is 64, expected 16 or 32 with weights='int5'"),
+        ({"weights": "int5", "sparsity": 0.5}, "weights is 'int5', expected 'int8' or 'int4' with sparsity"),
+        ({"weights": "int6", "pattern": "2:4"}, "weights is 'int6', expected 'int8' or 'int4' with pattern"),
+        ({"weights": "int4", "sparsity": 0.5, "group_size": 16}, "group_size is 16, expected 32, 64 or 128 with prun"),
+        ({"weights": "int4", "method": "hqq"}, "method is 'hqq', .*, but group_size=16 has integers; give 64 or 128"),
+        ({"weights": "int5", "method": "hqq"}, "but group_size=16 has integers; give another method"),
         ({"group_size": 32}, "group_size is 32, which needs weights='int4'"),
         ({"weights": "int8", "group_size": 32}, "group_size is 32, which needs weights='int4'"),
         ({"weights": "int8", "group_size": 48}, "group_size is 48, which needs weights='int4'"),
@@ -185,6 +191,7 @@ def test_auto_is_no_recipe_to_load() -> None:
     [
         ({"weights": "int4"}, 8, "W8A8MatMul"),
         ({"weights": "int4", "method": "gptq"}, 8, "W8A8MatMul"),
+        ({"weights": "int6"}, 8, "W8A8MatMul"),
         ({"weights": "int4", "ignore": ()}, 4, "W4A8MatMul"),
         ({"weights": "int4", "ignore": "*nothing*"}, 4, "W4A8MatMul"),
         ({"weights": "int8"}, 8, "W8A8MatMul"),
@@ -200,7 +207,7 @@ def test_what_heads_become(choices: dict, bits: int | None, op: str) -> None:
     (head,) = [layer for layer in report.layers if "lm_head" in layer.name]
     assert (head.new_op, head.weight_bits) == (op, bits)
     others = [layer for layer in report.replaced if layer is not head and layer.new_op != "NoMADAttention"]
-    assert len(others) == 14 and {layer.weight_bits for layer in others} == {4 if choices["weights"] == "int4" else 8}
+    assert len(others) == 14 and {layer.weight_bits for layer in others} == {int(choices["weights"][3:])}
     sparsity = choices.get("sparsity", 0.0)
     assert (head.sparsity or 0.0) < 0.2 and all((layer.sparsity or 0.0) >= sparsity for layer in others)
     unmatched = [note for note in report.notes if "matches no layer" in note]
@@ -241,7 +248,8 @@ ENCODER_FEEDS = {
         ({"weights": "int4"}, "W4A8MatMul", {"uint8", "float16"}),
         ({"weights": "int4", "method": "gptq"}, "W4A8MatMul", {"uint8", "float16"}),
         ({"weights": "int4", "method": "awq"}, "W4A8MatMul", {"uint8", "float16"}),
-        ({"weights": "int4", "method": "hqq"}, "W4A8MatMul", {"uint8", "float16"}),
+        ({"weights": "int4", "method": "hqq", "group_size": 64}, "W4A8MatMul", {"uint8", "float16"}),
+        ({"weights": "int5", "group_size": 32}, "W4A8MatMul", {"uint8", "float16"}),
         ({"recipe": "activation-sparse"}, "MaskedMatMul", {"bfloat16"}),
         ({"recipe": "activation-sparse", "weights": "int8"}, "MaskedMatMul", {"int8"}),
     ],

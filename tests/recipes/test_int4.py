@@ -50,7 +50,7 @@ def test_gptq_is_closer_than_round_to_nearest():
             ir.to_proto(model()),
             recipe=NAMED[recipe],
             calibration=feeds,
-            options={"verify.seconds": 0, "quantize.group_size": 32},
+            options={"verify.seconds": 0},
         )
         .layers[0]
         .output_error

@@ -35,7 +35,8 @@ _ENCODERS: Mapping[str, Recipe] = {
     "4x1 80%, fixed ranges": Recipe.of(sparsity=0.8, pattern="4x1").with_pass("ranges"),
 }
 _DECODERS: Mapping[str, Recipe] = {
-    "int4 g32": Recipe.of(weights="int4", group_size=32, ignore=()).with_options({"symmetric": True}),
+    # Groups with float scales, as imported models have.
+    "int4 g32": Recipe.of(weights="int4", group_size=64, ignore=()).with_options({"group_size": 32, "symmetric": True}),
     "bf16 50%": Recipe.of(weights="bf16", sparsity=0.5),
     "long-context": Recipe.load("long-context"),
 }

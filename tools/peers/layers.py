@@ -80,7 +80,8 @@ DENSE = (
     Variant("Ortolan int8", "ortolan", 8, {"choices": {"weights": "int8"}}),
     # Ortolan uses this format for output heads in models with dense int8 layers.
     Variant("Ortolan int8 in groups of 64", "ortolan", 8.25, {"choices": {"weights": "int8", "ignore": "*"}}),
-    Variant("Ortolan int4, g32", "ortolan", 4.75, {"choices": {"weights": "int4", "group_size": 32}}),
+    Variant("Ortolan int4, g16", "ortolan", 4.56, {"choices": {"weights": "int4"}}),
+    Variant("Ortolan int4, g32", "ortolan", 4.31, {"choices": {"weights": "int4", "group_size": 32}}),
     Variant("Ortolan int4, g128", "ortolan", 4.2, {"choices": {"weights": "int4", "group_size": 128}}),
 )
 SPARSE = (

@@ -54,6 +54,7 @@ class Plan:
         self.takes_prompt = "compress_cache" in names
         self.fuses_cached = self.takes_prompt or "fuse_cached_attention" in names
         self.applies_thresholds = any(rule.replacement.masks_inputs for rule in self._rules)
+        self.requantizes = any(rule.options.requantize for rule in self._rules)
         self.feeds_to_verify: int = max(_values(steps, "verify", "feeds"), default=0)
 
     def is_last(self, options: ReplaceOptions) -> bool:

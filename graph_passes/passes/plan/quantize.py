@@ -9,7 +9,7 @@ from ortolan.errors import RecipeError
 from ...find.linear import Linear
 from ...find.quantized_weight import MAX_INPUTS
 from ...options import Globs, PassOptions, takes
-from ...weights.quantizers.grid import GROUP_SIZES, Quantization
+from ...weights.quantizers.grid import GROUP_SIZES, GROUPS_OF_SUBGROUPS, SUBGROUP_SIZES, Quantization
 
 ROUNDING = ("rtn", "mse", "gptq", "awq", "hqq")
 ZERO_POINTS = ("fraction", "integer", "minimum")
@@ -19,11 +19,16 @@ ZERO_POINTS = ("fraction", "integer", "minimum")
 class QuantizeOptions(PassOptions):
     """Options of pass `quantize`."""
 
-    # None: "mse" with 4 bits, and "rtn" with 8 bits, where better scales gain little.
+    # None: "rtn" with 8 bits, where better scales gain little, and "mse" with fewer.
     method: str | None = field(default=None, metadata=takes("str", choices=ROUNDING, none=True))
-    bits: int = field(default=8, metadata=takes("int", choices=(4, 8)))
-    # Inputs that share a scale; None: 128 with 4 bits, and a whole column with 8 bits.
-    group_size: int | None = field(default=None, metadata=takes("int", choices=GROUP_SIZES, none=True))
+    bits: int = field(default=8, metadata=takes("int", choices=(4, 5, 6, 8)))
+    # Inputs that share a scale; None: 256 with subgroups, else 128 with 4 bits, and a whole column with 8 bits.
+    group_size: int | None = field(
+        default=None, metadata=takes("int", choices=(*GROUP_SIZES, GROUPS_OF_SUBGROUPS[-1]), none=True)
+    )
+    # 4, 5 and 6 bits: inputs that share an integer scale and zero point, within a group (ops/formats/subgroup.h). None:
+    # 16 with 5 and 6 bits, and no subgroups with 4 bits.
+    subgroup_size: int | None = field(default=None, metadata=takes("int", choices=SUBGROUP_SIZES, none=True))
     # 8 bits: reduce the weights' range so that sums of two products fit 16 bits; faster on AVX2 CPUs without VNNI.
     reduce_range: bool = field(default=False, metadata=takes("bool"))
     # Groups have no zero points. None: true except for hqq, so that every operator supports the weight
@@ -42,6 +47,7 @@ class QuantizeOptions(PassOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_subgroups()
         if self.bits == 8 and not self.quantization.symmetric:
             found = "method is 'hqq'" if self.method == "hqq" else "symmetric is false"
             raise RecipeError(f"{found}, which needs bits = 4: 8-bit weights have no zero points")
@@ -60,10 +66,38 @@ class QuantizeOptions(PassOptions):
             if self.method != "gptq" and getattr(self, name) is not None:
                 raise RecipeError(f"{name} is {getattr(self, name)!r}, which needs method = 'gptq'; leave it out")
 
+    def _check_subgroups(self) -> None:
+        size = self.quantization.subgroup_size
+        if size is None:
+            if self.group_size == GROUPS_OF_SUBGROUPS[-1]:
+                raise RecipeError(
+                    f"group_size is {self.group_size}, which needs subgroup_size = 16 or 32; set that, or give "
+                    f"{GROUP_SIZES[-1]}"
+                )
+            return
+        with_subgroups = f"with {self.bits} bits" if self.subgroup_size is None else f"with subgroup_size = {size}"
+        if self.bits == 8:
+            raise RecipeError(f"subgroup_size is {size}, which needs bits = 4, 5 or 6; leave it out")
+        if self.group_size not in (None, *GROUPS_OF_SUBGROUPS):
+            expected = ", ".join(map(str, GROUPS_OF_SUBGROUPS))
+            raise RecipeError(f"group_size is {self.group_size}, expected one of {expected} {with_subgroups}")
+        if self.method == "hqq":
+            raise RecipeError(
+                f"method is 'hqq', which fits fractional zero points, but zero points are integers {with_subgroups}; "
+                "give another method, or 4 bits without subgroup_size"
+            )
+        for name, found in (("symmetric", self.symmetric or None), ("zero_points", self.zero_points)):
+            if found is not None:
+                raise RecipeError(
+                    f"{name} is {found!r}, expected no value {with_subgroups}, which always has integer zero points"
+                )
+
     def has(self, name: str) -> bool:
         """Return True if the option has an effect, given the values of the other options."""
+        if name == "subgroup_size":
+            return self.bits != 8
         if name in ("symmetric", "zero_points"):
-            return self.bits == 4
+            return self.bits == 4 and self.subgroup_size is None
         if name == "reduce_range":
             return self.bits == 8 and self.group_size is None and self.rounding == "rtn"
         return name not in ("damping", "act_order") or self.method == "gptq"
@@ -71,11 +105,15 @@ class QuantizeOptions(PassOptions):
     @property
     def rounding(self) -> str:
         """Return the method, or its default."""
-        return self.method or ("mse" if self.bits == 4 else "rtn")
+        return self.method or ("rtn" if self.bits == 8 else "mse")
 
     @property
     def quantization(self) -> Quantization:
         """Return the format that the options describe."""
+        if self.subgroup_size is not None or self.bits in (5, 6):
+            size = self.subgroup_size or SUBGROUP_SIZES[0]
+            inputs = self.group_size or GROUPS_OF_SUBGROUPS[-1]
+            return Quantization(self.bits, inputs, symmetric=False, subgroup_size=size)
         symmetric = self.method != "hqq" if self.symmetric is None else self.symmetric
         group_size = self.group_size or (128 if self.bits == 4 else None)
         minimum = not symmetric and self.zero_points == "minimum"

@@ -20,6 +20,7 @@ from ...operators.sparse_amx_matmul_function import OP_TYPE as SPARSE_AMX_MATMUL
 from ...operators.sparse_amx_matmul_storage import SMALL, TWO_FOUR
 from ...operators.vnni_spmm import VNNISpMM
 from ...operators.w4a8_matmul import W4A8MatMul
+from ...operators.w4a8_matmul_function import OP_TYPE as W4A8_MATMUL
 from ...operators.w8a8_matmul import W8A8MatMul
 from ...operators.w8a8_matmul_function import OP_TYPE as W8A8_MATMUL
 from ...options import Globs, PassOptions, takes
@@ -58,11 +59,15 @@ class ReplaceOptions(PassOptions):
     quantized_only: bool = field(default=False, metadata=takes("bool"))
     # SparseAMXMatMul, W8A8MatMul: keep stored 4-bit and 8-bit weights exactly, and also replace all other layers.
     keep_stored: bool = field(default=False, metadata=takes("bool"))
+    # W4A8MatMul: let pass quantize round weights again that the model stores in 4 bits, instead of keeping them.
+    requantize: bool = field(default=False, metadata=takes("bool"))
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.requantize and self.op != W4A8_MATMUL:
+            raise RecipeError(f"requantize is true, which needs op = {W4A8_MATMUL!r}; leave it out")
         if self.weights is not None and self.op != MASKED_MATMUL:
             raise RecipeError(f"weights is {self.weights!r}, which needs op = {MASKED_MATMUL!r}; leave it out")
         if self.storage is not None and self.op != SPARSE_AMX_MATMUL:
@@ -82,6 +87,7 @@ class ReplaceOptions(PassOptions):
             "storage": (SPARSE_AMX_MATMUL,),
             "quantized_only": (SPARSE_AMX_MATMUL, W8A8_MATMUL),
             "keep_stored": (SPARSE_AMX_MATMUL, W8A8_MATMUL),
+            "requantize": (W4A8_MATMUL,),
         }
         return self.op in operators.get(name, REPLACEMENTS)
 
@@ -118,7 +124,7 @@ class ReplaceRule:
     def stored_weight(self, linear: Linear) -> StoredInt4 | StoredInt8 | None:
         """Return the layer's stored 4-bit or 8-bit weight, if the operator keeps it."""
         found = linear.int8 if linear.int4 is None else linear.int4
-        if not isinstance(found, StoredInt4 | StoredInt8) or not self.is_chosen(linear):
+        if not isinstance(found, StoredInt4 | StoredInt8) or not self.is_chosen(linear) or self.options.requantize:
             return None
         if self.options.keep_stored and self.refuses_range(linear):  # pass quantize rounds it again
             return None

@@ -1,10 +1,11 @@
-"""Quantize weights of linear layers to 8-bit or 4-bit integers, if a pass `replace` would then replace the layer.
+"""Quantize weights of linear layers to integers of 4, 5, 6 or 8 bits, if a pass `replace` would then replace the layer.
 
 The formats are in quantizers/grid.py. The methods are
 
     rtn     round each weight to the nearest value
     mse     round to the nearest value, with scales and zero points (or minimums) that minimize the squared error
-            (quantizers/mse.py); with calibration, inputs with more energy (mean x^2) count more
+            (quantizers/mse.py, subgroups.py); inputs with more energy (mean x^2) count more, if calibration is given or
+            the model is a decoder, which generates text itself
     gptq    round input after input, and let the rest compensate for the error (quantizers/gptq.py); needs calibration
     awq     mse, after inputs of large magnitude have been scaled up (quantizers/awq.py, fold_scales.py); needs
             calibration
@@ -81,9 +82,10 @@ class QuantizePass(RecipePass):
         for bits in (4, 8):
             rounded = [group.linears[0].name for group, before in bits_before if before == bits and group.linears]
             if rounded:
+                unsupported = "but in a format that no chosen operator supports"
+                why = "and requantize is true" if context.plan.requantizes else unsupported
                 context.note(
-                    f"{count_layers(rounded)} stored in {bits} bits, but in a format that no chosen operator supports, "
-                    "so the weights are rounded once more"
+                    f"{count_layers(rounded)} stored in {bits} bits, {why}, so the weights are rounded once more"
                 )
         context.progress(Stage.QUANTIZE, len(groups), len(groups))
         return ir.passes.PassResult(model, modified=not context.dry_run)
@@ -162,7 +164,8 @@ class QuantizePass(RecipePass):
     ) -> Iterator[tuple[LayerInputs | np.ndarray | QuantizedMatrix | None, list[WeightGroup]]]:
         """Yield the groups, with the inputs that the method needs.
 
-        For gptq: recorded inputs, shared by neighbouring groups. For mse: the inputs' energies, if the user gave feeds.
+        For gptq: recorded inputs, shared by neighbouring groups. For mse: the inputs' energies, unless the feeds are
+        random (_knows_energies).
         Groups with a stored fit for the same options follow, with that fit.
         """
         known = [] if fitted is None else [one for one in groups if fitted.knows(self._fit_key(one, options))]
@@ -174,7 +177,7 @@ class QuantizePass(RecipePass):
                 if fitted is not None and fitted.rows(self._fit_key(group, options)) < group.linears[0].k
             ]
             yield from self._with_hessians(model, others, poor)
-        elif self.options.rounding == "mse" and others and not self.context.evidence.made_up:
+        elif self.options.rounding == "mse" and others and self._knows_energies():
             self.context.evidence.fitted_to = True
             telling = self.context.telling(Stage.CALIBRATE)
             for group, energies in energies_as_it_is(model, self.context.evidence, others, telling):
@@ -207,6 +210,13 @@ class QuantizePass(RecipePass):
                 poor += [group.linears[0].name for group in several]
             yield inputs, several
         note_inputs(self.context, without, poor, "rounded by mse")
+
+    def _knows_energies(self) -> bool:
+        """Return True if the feeds are the user's, or text that a decoder generated, whose energies are as useful."""
+        evidence = self.context.evidence
+        if evidence.made_up:
+            evidence.feeds()  # sets `sampled`
+        return not evidence.made_up or evidence.sampled
 
     def _note_made_up(self) -> None:
         if self.context.evidence.made_up:
@@ -269,7 +279,7 @@ def put_quantized(
 def _spill(context: PassContext, name: str, rounded: QuantizedMatrix, quantization: Quantization) -> QuantizedWeight:
     add = context.spill.add
     q_type = ir.DataType.INT8 if quantization.symmetric else ir.DataType.UINT8
-    zeros, minimums = rounded.zero_points, rounded.minimums
+    zeros, minimums, steps = rounded.zero_points, rounded.minimums, rounded.subgroup_scales
     if zeros is not None and quantization.fractions:
         zeros = (zeros * quantization.zero_point_steps).astype(np.uint8)
     return QuantizedWeight(
@@ -279,6 +289,8 @@ def _spill(context: PassContext, name: str, rounded: QuantizedMatrix, quantizati
         add(f"{name}.scales", rounded.scales, ir.DataType.FLOAT),
         None if zeros is None else add(f"{name}.zero_points", zeros, ir.DataType.UINT8),
         None if minimums is None else add(f"{name}.minimums", minimums, ir.DataType.FLOAT),
+        None if steps is None else add(f"{name}.subgroup_scales", steps, ir.DataType.UINT8),
+        subgroup_size=quantization.subgroup_size,
         fractions=quantization.fractions,
     )
 

@@ -86,7 +86,9 @@ def read_shared_tables(model: ir.Model, context: PassContext, op_type: str, tabl
             continue
         inputs = w4a8.INPUTS if op_type == w4a8.OP_TYPE else w8a8.INPUTS
         weights, scales = (input_of(head, inputs, name) for name in ("weights", "scales"))
-        if weights is None or scales is None or (op_type == w4a8.OP_TYPE and input_of(head, inputs, "minimums")):
+        if weights is None or scales is None:
+            continue
+        if op_type == w4a8.OP_TYPE and any(input_of(head, inputs, name) for name in ("minimums", "subgroup_scales")):
             continue
         name = table.lookups[0].name or ""
         stored = StoredEmbedding(

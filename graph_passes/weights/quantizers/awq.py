@@ -40,7 +40,8 @@ def search_scales(
         error = 0.0
         for matrix, product in zip(matrices, products, strict=True):
             rounded = round_to_nearest(matrix * scales[:, None], quantization)
-            difference = (x / scales) @ dequantize(rounded, quantization.group_size) - product
+            weights = dequantize(rounded, quantization.group_size, quantization.subgroup_size)
+            difference = (x / scales) @ weights - product
             error += float(np.vdot(difference, difference))
         if step == 0:
             plain = error

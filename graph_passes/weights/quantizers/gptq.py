@@ -12,13 +12,14 @@ Three choices differ from the paper (their gains are in docs/verification.md):
 
 Order: choose_order in hessian.py. Without act_order, inputs keep their order.
 
-Grids: all grids are fitted to W beforehand (mse.py), so groups are runs of neighbouring inputs in any order, and no
-g_idx is stored. The importance of input i is 1 / U_ii^2, because ||XW - XV||^2 is the sum of (w_i - v_i)^2 / U_ii^2
-over the updated w.
+Grids: all grids are fitted to W beforehand (mse.py, subgroups.py), so groups are runs of neighbouring inputs in any
+order, and no g_idx is stored. The importance of input i is 1 / U_ii^2, because ||XW - XV||^2 is the sum of (w_i -
+v_i)^2 / U_ii^2 over the updated w.
 
 Refinement: the greedy loop does not revise earlier inputs. So a few sweeps follow: each group gets the best scale (and
-minimum) for its q, by least squares under H; then each weight is rounded again with all others fixed (coordinate
-descent, as in QuantEase: Behdin et al., arXiv:2309.01885). No step increases ||XW - XV||^2.
+minimum) for its q, by least squares under H, while zero points and the steps of subgroups stay; then each weight is
+rounded again with all others fixed (coordinate descent, as in QuantEase: Behdin et al., arXiv:2309.01885). No step
+increases ||XW - XV||^2.
 
 Zero weights stay zero. Their updates count as rounding error and are passed on, as in SparseGPT (Frantar, Alistarh,
 ICML 2023, section 3.3), so pruned layers keep their pattern. The error of pruning itself is not compensated, because
@@ -28,14 +29,14 @@ the target is the given W (pruners/sparsegpt.py does that).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from .error_feedback import BLOCK, settle_inputs
-from .grid import SMALLEST_SCALE, Grid, Quantization, QuantizedMatrix, fit_grid
+from .grid import SMALLEST_SCALE, Grid, Quantization, QuantizedMatrix, fit_grids
 from .hessian import best_damping, choose_order, inverse_factor, sampled
-from .mse import mse_grid
+from .mse import mse_grids
 
 _COLUMNS = 2048  # number of columns rounded together
 _SWEEPS = 2
@@ -77,10 +78,10 @@ def choose_damping(matrices: Sequence[np.ndarray], halves: np.ndarray, quantizat
 
     def fit(sample: np.ndarray, hessian: np.ndarray) -> np.ndarray:
         k, rows = len(sample), quantization.rows(len(sample))
-        grids = [fit_grid(sample[start : start + rows], quantization) for start in range(0, k, rows)]
+        grids = [grid for start in range(0, k, rows) for grid in fit_grids(sample[start : start + rows], quantization)]
         prepared = prepare(hessian, act_order=False)
-        q = _round(sample, sample != 0, grids, rows, prepared)
-        return np.concatenate([grid.weights(q[g * rows : (g + 1) * rows]) for g, grid in enumerate(grids)])
+        q = _round(sample, sample != 0, grids, quantization.grid_rows(k), prepared)
+        return _values(q, grids, quantization.grid_rows(k))
 
     return best_damping(sampled(matrices), halves, fit)
 
@@ -97,7 +98,7 @@ def gptq(
     sweeps: number of refinements. kept: mask of weights that may be nonzero, bool [k, n]; None: the nonzero weights.
     """
     k, n = matrix.shape
-    rows = quantization.rows(k)
+    rows, grid_rows = quantization.rows(k), quantization.grid_rows(k)
     result = QuantizedMatrix.empty(k, n, quantization)
     importance = prepared.importance
     for first in range(0, n, _COLUMNS):
@@ -105,21 +106,28 @@ def gptq(
         part = np.ascontiguousarray(matrix[:, columns])
         mask = part != 0 if kept is None else kept[:, columns]
         grids = [
-            mse_grid(part[start : start + rows], importance[start : start + rows], quantization)
+            grid
             for start in range(0, k, rows)
+            for grid in mse_grids(part[start : start + rows], importance[start : start + rows], quantization)
         ]
-        q = _round(part, mask, grids, rows, prepared)
+        q = _round(part, mask, grids, grid_rows, prepared)
         if sweeps:
             _refine(part, mask, q, grids, quantization, prepared.hessian, sweeps)
         result.q[:, columns] = q
-        for group, grid in enumerate(grids):
-            grid.store(result, group, columns)
+        for number, grid in enumerate(grids):
+            subgroup = None if quantization.subgroup_size is None else number
+            grid.store(result, number * grid_rows // rows, columns, subgroup)
 
     return result
 
 
+def _values(q: np.ndarray, grids: Sequence[Grid], rows: int) -> np.ndarray:
+    """Return the dequantized weights of q [k, n], float32. rows: inputs of a grid."""
+    return np.concatenate([grid.weights(q[g * rows : (g + 1) * rows]) for g, grid in enumerate(grids)])
+
+
 def _round(matrix: np.ndarray, kept: np.ndarray, grids: list[Grid], rows: int, prepared: Prepared) -> np.ndarray:
-    """Return q as float32 [k, n], with the loop described at the top of this file."""
+    """Return q as float32 [k, n], with the loop described at the top of this file. rows: inputs of a grid."""
     q = np.empty(matrix.shape, np.float32)
     order = prepared.order
     mask = kept[order]
@@ -145,28 +153,34 @@ def _refine(
 ) -> None:
     """Improve q, float32 [k, n], and the grids in place. hessian: damped, float32."""
     k = len(q)
-    rows = quantization.rows(k)
-    values = np.concatenate([grid.weights(q[g * rows : (g + 1) * rows]) for g, grid in enumerate(grids)])
+    rows, grid_rows = quantization.rows(k), quantization.grid_rows(k)
+    span = BLOCK if quantization.group_size is None else max(BLOCK, rows)  # a multiple of every group size
+    values = _values(q, grids, grid_rows)
     slope = hessian @ (matrix - values)  # H (W - V): positive where a larger v is better
     for _ in range(sweeps):
-        for start in range(0, k, BLOCK):
-            inside = slice(start, min(start + BLOCK, k))
+        for start in range(0, k, span):
+            inside = slice(start, min(start + span, k))
             block = hessian[inside, inside]
             before = values[inside].copy()
             near = slope[inside].copy()  # updated within the block; `slope` only after it
             for first in range(inside.start, inside.stop, _LEAF):
-                group = first // rows
                 if first % rows == 0 and quantization.group_size is not None:
                     part = slice(first, min(first + rows, k))
                     within = slice(part.start - start, part.stop - start)
-                    grids[group] = _refit(grids[group], q[part], near[within], block[within, within], quantization)
-                    step = grids[group].weights(q[part]) - values[part]
+                    own = slice(first // grid_rows, -(-part.stop // grid_rows))
+                    grids[own] = _refit(grids[own], q[part], near[within], block[within, within], quantization)
+                    step = _values(q[part], grids[own], grid_rows) - values[part]
                     near -= block[:, within] @ step
                     values[part] += step
                 leaf = slice(first, min(first + _LEAF, inside.stop))
                 within = slice(leaf.start - start, leaf.stop - start)
                 steps = _descend(
-                    q[leaf], values[leaf], near[within].copy(), kept[leaf], grids[group], block[within, within]
+                    q[leaf],
+                    values[leaf],
+                    near[within].copy(),
+                    kept[leaf],
+                    grids[first // grid_rows],
+                    block[within, within],
                 )
                 near -= block[:, within] @ steps
             slope -= hessian[:, inside] @ (values[inside] - before)
@@ -187,9 +201,16 @@ def _descend(
     return steps
 
 
-def _refit(grid: Grid, q: np.ndarray, slope: np.ndarray, hessian: np.ndarray, quantization: Quantization) -> Grid:
-    """Return the grid with the best scale (and minimum) for the q [rows, n] of a group. The zero point is kept."""
-    steps = q if grid.zero is None else q - grid.zero
+def _refit(
+    grids: list[Grid], q: np.ndarray, slope: np.ndarray, hessian: np.ndarray, quantization: Quantization
+) -> list[Grid]:
+    """Return the grids of a group with the best scale (and minimum) for q [rows, n]. Zero points and steps are kept."""
+    grid = grids[0]
+    if grid.step is not None:
+        units = [replace(one, scale=np.ones(1, np.float32)) for one in grids]
+        steps = _values(q, units, quantization.grid_rows(len(q)))
+    else:
+        steps = q if grid.zero is None else q - grid.zero
     curved = hessian @ steps
     curvature = np.einsum("in,in->n", steps, curved)
     gain = np.einsum("in,in->n", steps, slope)
@@ -200,7 +221,7 @@ def _refit(grid: Grid, q: np.ndarray, slope: np.ndarray, hessian: np.ndarray, qu
         better = (
             (curvature > 0) & (np.abs(scale) >= SMALLEST_SCALE) & (np.abs(scale - wanted) < np.abs(grid.scale - wanted))
         )
-        return Grid(grid.bits, np.where(better, scale, grid.scale), grid.zero)
+        return [replace(one, scale=np.where(better, scale, grid.scale)) for one in grids]
     across, raised, offset_gain = curved.sum(axis=0), np.float32(hessian.sum()), slope.sum(axis=0)
     determinant = curvature * raised - across * across
     fits = determinant > 1e-6 * curvature * raised
@@ -211,4 +232,4 @@ def _refit(grid: Grid, q: np.ndarray, slope: np.ndarray, hessian: np.ndarray, qu
     up = minimum - grid.minimum
     change = more * (more * curvature - 2 * gain) + up * (up * raised + 2 * more * across - 2 * offset_gain)
     better = fits & (change < 0) & (np.abs(scale) >= SMALLEST_SCALE)
-    return Grid(grid.bits, np.where(better, scale, grid.scale), None, np.where(better, minimum, grid.minimum))
+    return [replace(grid, scale=np.where(better, scale, grid.scale), minimum=np.where(better, minimum, grid.minimum))]

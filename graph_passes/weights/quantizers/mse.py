@@ -4,7 +4,7 @@ A quantized weight is scale t + minimum, with an integer t in low … low + widt
 zero points, low is -zero. For given t, the best scale and minimum are a weighted least squares fit; for a given scale
 and minimum, the best t is the nearest. The search alternates between the two from several starts, and each column takes
 the best grid seen, with scale and minimum in stored precision. Round to nearest is one of the starts, so the result is
-never worse. The other starts are
+never worse. Groups with subgroups have their own search (subgroups.py). The other starts are
 
     minimum, zero points    the range of the group, a wider one, or the range with a fraction cut off at either end
     fractions               as for minimums; the zero points found are then rounded to sixteenths
@@ -26,7 +26,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .grid import FRACTION_STEPS, LEVELS, SMALLEST_SCALE, Grid, Quantization, QuantizedMatrix, fit_grid
+from .grid import (
+    FRACTION_STEPS,
+    LEVELS,
+    SMALLEST_SCALE,
+    Grid,
+    Quantization,
+    QuantizedMatrix,
+    fit_grid,
+    round_group,
+)
+from .subgroups import COLUMNS, subgroup_grids
 
 _BLOCK = 1 << 16  # number of weights searched at a time, so that the working set fits the cache
 _TURNS = 2  # number of least squares fits from each starting grid
@@ -76,24 +86,29 @@ def round_mse(matrix: np.ndarray, quantization: Quantization, importance: np.nda
     k, n = matrix.shape
     result = QuantizedMatrix.empty(k, n, quantization)
     rows = quantization.rows(k)
-    step = max(16, _BLOCK // rows)
+    step = max(16, _BLOCK // rows) if quantization.subgroup_size is None else COLUMNS
 
     for group, start in enumerate(range(0, k, rows)):
         inputs = slice(start, start + rows)
         for first in range(0, n, step):
-            columns = slice(first, first + step)
+            columns = slice(first, min(first + step, n))
             part = np.ascontiguousarray(matrix[inputs, columns])
-            grid = mse_grid(part, None if importance is None else importance[inputs], quantization)
-            grid.store(result, group, columns)
-            result.q[inputs, columns] = grid.round(part)
+            grids = mse_grids(part, None if importance is None else importance[inputs], quantization)
+            round_group(part, grids, quantization, result, group, columns)
     return result
 
 
-def mse_grid(part: np.ndarray, importance: np.ndarray | None, quantization: Quantization) -> Grid:
-    """Return the grid of a group, W float32 [rows, n], with the least sum of importance (w - v)^2 found."""
+def mse_grids(part: np.ndarray, importance: np.ndarray | None, quantization: Quantization) -> list[Grid]:
+    """Return the grids of a group, W float32 [rows, n], with the least sum of importance (w - v)^2 found.
+
+    Returns:
+        The grids of the group's subgroups; without subgroups, one grid.
+    """
+    if quantization.subgroup_size is not None:
+        return subgroup_grids(part, importance, quantization)
     if quantization.fractions:
-        return _with_fractions(part, importance, quantization)
-    return _Search(part, importance, quantization).grid()
+        return [_with_fractions(part, importance, quantization)]
+    return [_Search(part, importance, quantization).grid()]
 
 
 def _with_fractions(part: np.ndarray, importance: np.ndarray | None, quantization: Quantization) -> Grid:
