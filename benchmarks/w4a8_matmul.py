@@ -11,6 +11,8 @@ Kinds of weights:
     zero_points    scales (q - zero_points); by default only for ZERO_POINT_LAYERS
     fractions      scales (q - zero_points / 16), for the same layers; MatMulNBits has integer zero points
     minimums       scales q + minimums, for the same layers; MatMulNBits has zero points instead
+    int4, int5, int6    scales s (q - z) in subgroups of 16, as optimize_onnx stores these formats, for the same layers;
+                   MatMulNBits has groups of 32 with zero points
 
 Scales are float32, as in MatMulNBits, whose scales have the type of x, or float16, which W4A8MatMul stores if that is
 exact. Peers:
@@ -33,6 +35,7 @@ from typing import Any
 
 import numpy as np
 
+from ortolan.graph_passes.operators.group_function import TILE_INPUTS
 from ortolan.graph_passes.weights.quantizers.grid import FRACTION_STEPS
 
 from .. import _native
@@ -56,7 +59,11 @@ from .side_by_side import (
 )
 
 OP = "W4A8MatMul"
-KINDS = ("symmetric", "zero_points", "fractions", "minimums")
+SUBGROUP_BITS = {"int4": 4, "int5": 5, "int6": 6}
+GROUP_KINDS = ("symmetric", "zero_points", "fractions", "minimums")
+KINDS = (*GROUP_KINDS, *SUBGROUP_BITS)
+# Of kinds in subgroups: inputs that share a float scale, inputs that share s and z, and the peers' group size.
+SUBGROUP_GROUP, SUBGROUP_SIZE, SUBGROUP_PEER = 256, 16, 32
 GROUP_SIZES = (32, 128)
 BATCH = (1, 16, 128)
 ROUNDS = 3
@@ -98,7 +105,7 @@ def _run_on_opencl(plans: Sequence[Plan], options: BenchOptions, progress: Progr
 
 
 def _plans(options: BenchOptions) -> list[Plan]:
-    kinds = chosen_kinds(options, KINDS)
+    kinds = chosen_kinds(options, KINDS if options.device is None else GROUP_KINDS)
     check_quantized_inputs(options, "")
     if options.sparsity is not None:
         raise OrtolanError(f"--sparsity: {OP} stores every weight, whatever its value; leave it out")
@@ -119,7 +126,19 @@ def _prepare(shape: Shape, kinds: Sequence[str], group_sizes: Sequence[int]) -> 
     q = rng.integers(0, 16, (k, n), dtype=np.uint8)
     candidates: dict[str, TimedLayer] = {}
     comparisons = []
-    for kind, group_size in product(kinds, group_sizes):
+    for kind in (kind for kind in kinds if kind in SUBGROUP_BITS):
+        groups = (-(-k // SUBGROUP_PEER), n)
+        scales, zeros = rng.random(groups, dtype=np.float32), rng.integers(0, 16, groups, dtype=np.uint8)
+        peers = {}
+        for level in (4, 0):
+            node = dense_peers.matmul_nbits_node(q, scales, zeros, SUBGROUP_PEER, level)
+            peers[f"{_PEER}{level}"] = name = f"{_PEER}{level} {kind}"
+            candidates[name] = ort_candidate(node, k, n, distinct=True)
+        peers["ort_matmul_fp32"] = "ort_matmul_fp32"
+        candidates[f"ortolan {kind}"] = ort_candidate(subgroup_node(rng, k, n, SUBGROUP_BITS[kind]), k, n)
+        case = {"kind": kind, "group_size": SUBGROUP_GROUP, "scales": "float16"}
+        comparisons.append(Comparison(case, f"ortolan {kind}", peers))
+    for kind, group_size in product((kind for kind in kinds if kind not in SUBGROUP_BITS), group_sizes):
         groups = (-(-k // group_size), n)
         scales = rng.random(groups, dtype=np.float32).astype(np.float16)
         zero_points = None if kind == "symmetric" else rng.integers(0, 16, groups, dtype=np.uint8)
@@ -196,6 +215,21 @@ def our_node(
         constants += [None] * 5 + [packed_rows(minimums)]
     attributes = {"k": k, "n": n, "format_version": 1, "group_size": group_size, "zero_point_steps": steps}
     return Node(OP, constants, "ai.ortolan", attributes)
+
+
+def subgroup_node(rng: np.random.Generator, k: int, n: int, bits: int) -> Node:
+    """Return the operator on random weights in subgroups (ops/formats/subgroup.h)."""
+    q = rng.integers(0, 2**bits, (k, n), dtype=np.uint8)
+    scales = rng.random((-(-k // SUBGROUP_GROUP), n), dtype=np.float32).astype(np.float16)
+    rows = -(-k // TILE_INPUTS) * TILE_INPUTS // SUBGROUP_SIZE
+    zeros = rng.integers(0, 2**bits, (rows, n), dtype=np.uint8)
+    steps = (127 // np.maximum(zeros, 2**bits - 1 - zeros)).astype(np.uint8)
+    constants: list[np.ndarray | None] = [_native.pack_int4_group(q & 15), packed_rows(scales), *[None] * 6]
+    constants.append(_native.pack_group_rows(np.minimum(steps, 2 ** (8 - bits) - 1) | zeros << (8 - bits)))
+    if bits > 4:
+        constants.append(_native.pack_high_bits(q, bits))
+    attributes = {"k": k, "n": n, "format_version": 2, "group_size": SUBGROUP_GROUP}
+    return Node(OP, constants, "ai.ortolan", attributes | {"subgroup_size": SUBGROUP_SIZE, "bits": bits})
 
 
 def packed_rows(rows: np.ndarray) -> np.ndarray:

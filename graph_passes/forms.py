@@ -215,7 +215,7 @@ class Form(PassOptions):
     def fuses_norms(self) -> bool:
         """True if AddLayerNorm replaces each LayerNormalization that does not follow a linear layer.
 
-        Then encoders with int8 or int4 layers return the same bits on every CPU (with bf16 layers they do not).
+        The operator gives the same bits on every CPU.
         """
         return self.stored in _BITS and self.fuses_attention
 

@@ -16,6 +16,7 @@ CACHES = ("codes", "float32")
 UNSTRUCTURED = "unstructured"
 BLOCKS = "4x1"
 TWO_FOUR = "2:4"
+EVERYWHERE = "everywhere"  # value of `reproducible`: the same bits on every CPU
 AUTO = "auto"  # name of the recipe that `ortolan.search` finds by measurement
 
 ORTOLAN_DOMAIN = "ai.ortolan"

@@ -24,14 +24,15 @@ from ortolan.errors import ArgumentTypeError, RecipeError, listing, suggestion, 
 from .forms import PRESETS, Form
 from .names import AUTO, FORMAT_OPTIONS
 from .options import PassOptions, read_options
+from .passes.plan.replace import ReplaceOptions
 from .registry import PASSES
 
 if TYPE_CHECKING:
     from .report.search import AutoReport
 
 # Options that `Recipe.with_options` sets for all passes of one name.
-_OF_ALL = ("select", "exclude", "may_grow", "fuse", "quantized_only", "keep_stored", "precision")
-# Passes that replace attention; they share `select`, `exclude` and `precision`.
+_OF_ALL = ("select", "exclude", "may_grow", "fuse", "quantized_only", "keep_stored", "precision", "reproducible")
+# Passes that replace attention; they share `select`, `exclude`, `precision` and `reproducible`.
 _OF_ATTENTIONS = {"fuse_attention", "compress_cache", "fuse_cached_attention"}
 
 
@@ -278,7 +279,8 @@ class Recipe:
             options: Values by name: `{"sparsity": 0.7}`, or `{"prune.sparsity": 0.7}` if two passes have the option.
                 "prune.1.sparsity" is that of the first of several prune passes. Options such as "select", "exclude"
                 and "fuse" are set in all passes of one name. An option that has an effect in only some of these passes
-                is set only there. "select", "exclude" and "precision" are set in all passes that replace attention.
+                is set only there. "select", "exclude", "precision" and "reproducible" are set in all passes that
+                replace attention.
 
         Raises:
             ArgumentTypeError: `options` is not a mapping.
@@ -303,6 +305,29 @@ class Recipe:
             values = {key: getattr(step.options, key) for key in step.options.names()} | change
             steps.append(replace(step, options=read_options(type(step.options), values, f"pass {step.name!r}")))
         return replace(self, passes=tuple(steps))
+
+    def reproducing(self, where: str | None) -> Recipe:
+        """Return the recipe with option `reproducible` in all passes that replace attention.
+
+        Args:
+            where: "everywhere" for the same bits on every CPU; None: the recipe is unchanged.
+
+        Raises:
+            RecipeError: The value is not allowed, or the recipe stores layers in bf16, whose bits depend on the CPU.
+        """
+        if where is None:
+            return self
+        rounds = any(step.name == "quantize" or getattr(step.options, "weight_bits", None) for step in self.passes)
+        replacing = [step.options for step in self.passes if isinstance(step.options, ReplaceOptions)]
+        makes_bf16 = any(one.op == "SparseAMXMatMul" and not one.quantized_only for one in replacing) and not rounds
+        if makes_bf16 or any(one.op == "MaskedMatMul" for one in replacing):
+            raise RecipeError(
+                f"reproducible is {where!r}, but recipe {self.name!r} makes layers whose bits depend on the CPU (bf16, "
+                "or skipped inputs); give weights='int8' or 'int4'"
+            )
+        if not any("reproducible" in step.options.names() for step in self.passes):
+            return self
+        return self.with_options({"reproducible": where})
 
     def _full_name(self, index: int, option: str) -> str:
         """Return the unambiguous name of an option: prune.sparsity, or prune.2.sparsity for the second prune pass."""

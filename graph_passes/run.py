@@ -14,7 +14,7 @@ from ortolan.progress import Stage
 from ortolan.session import package_versions
 
 from .files.model_file import write_model
-from .names import OPTIONS_KEY, RECIPE_KEY, VERSION_KEY
+from .names import EVERYWHERE, OPTIONS_KEY, RECIPE_KEY, VERSION_KEY
 from .operators.declared_shapes import declare_shapes
 from .options import WORDS, Globs, any_matches
 from .passes.context import PassContext, RecipePass
@@ -76,6 +76,7 @@ def transform(steps: Steps, context: PassContext) -> None:
             context.note(f"pass {name!r} was left out: {error}")
     _note_unmatched(steps.recipe, context)
     _note_gainless(context)
+    _note_irreproducible(steps.recipe, context)
 
 
 def _run_pass(one: RecipePass, context: PassContext) -> None:
@@ -139,6 +140,18 @@ def _note_gainless(context: PassContext) -> None:
         context.note(
             f"{count_layers([layer.name for layer in rounded])} quantized but not replaced: rounded weights are "
             "stored as floats, neither smaller nor faster; add pass 'replace'"
+        )
+
+
+def _note_irreproducible(recipe: Recipe, context: PassContext) -> None:
+    """Add a note on layers whose bits depend on the CPU, if the recipe asks for the same bits everywhere."""
+    if not any(getattr(step.options, "reproducible", None) for step in recipe.passes):
+        return
+    bf16 = [layer.name for layer in context.layers.reports.values() if layer.weights.endswith("bf16")]
+    if bf16:
+        context.note(
+            f"{count_layers(bf16)} in bf16, such as {bf16[0]!r}: their bits depend on the CPU, although reproducible "
+            f"is {EVERYWHERE!r}; give ignore=() and int8 or int4 weights"
         )
 
 

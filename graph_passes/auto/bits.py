@@ -56,10 +56,11 @@ _BITS = {candidate.name: bits for bits, candidate in _OF_BITS.items()}
 
 @dataclass(frozen=True)
 class BitSettings:
-    """A dense int4 format, and the limit on error or bytes."""
+    """A dense int4 format, the limit on error or bytes, and `reproducible` of `Recipe.reproducing`."""
 
     form: Form
     limit: Limit
+    reproducible: str | None = None
 
     def limit_for(self, evidence: Evidence) -> Limit:
         """Return the limit; on synthetic inputs, "divergence" from the original replaces "perplexity"."""
@@ -78,6 +79,7 @@ class BitSearch:
         self._evidence, self._form, self._name, self._progress = evidence, settings.form, name, progress
         self._able: list[str] = []  # layers with a choice
         self._total = 0  # bytes of their weights in 8 bits
+        self._reproducible = settings.reproducible
         settings.limit.check_model(evidence.source.model)
         evidence.feeds()
         self._limit = settings.limit_for(evidence)
@@ -104,7 +106,7 @@ class BitSearch:
         recipes = {_OF_BITS[bits].name: self._recipe({bits: ("*",)}, None) for bits in self._form.bit_widths}
         inputs = study.measure_errors_of(recipes, judged, self._limit)
         path = self._path(inputs)
-        trials = Trials(evidence, self._limit, judged, self._name, self._progress, self._recipe_of_choice)
+        trials = self._trials(judged)
         trials.report[:0] = report.trials
         report.trials = trials.report
         free = sum(_cost(steps) <= 0 for steps in path)
@@ -122,9 +124,13 @@ class BitSearch:
         self._conclude(best)
         return best
 
+    def _trials(self, judged: Sequence[Feeds]) -> Trials:
+        of_choice, where = self._recipe_of_choice, self._reproducible
+        return Trials(self._evidence, self._limit, judged, self._name, self._progress, of_choice, where)
+
     def _four_bits(self, judged: Sequence[Feeds]) -> Made | None:
         """Return the model with 4 bits in all layers if it is within the budget, so that no layer needs measuring."""
-        trials = Trials(self._evidence, self._limit, judged, self._name, self._progress, self._recipe_of_choice)
+        trials = self._trials(judged)
         made = trials.make([], False)
         for trial in trials.report:
             trial.time = trial.error = None

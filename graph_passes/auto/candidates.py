@@ -93,11 +93,17 @@ PRUNED: tuple[Candidate, ...] = (
 )
 
 
-def candidates_for(calibrated: bool, sparsity: float | None) -> list[Candidate]:
+def candidates_for(calibrated: bool, sparsity: float | None, reproducible: str | None = None) -> list[Candidate]:
     """Return the candidates that the user's data allow and that are fast on this CPU.
 
-    sparsity: The sparsity of pruned formats; None: no format is pruned.
+    sparsity: The sparsity of pruned formats; None: no format is pruned. reproducible: "everywhere": only formats with
+    the same bits on every CPU.
     """
+    found = _candidates_for(calibrated, sparsity)
+    return found if reproducible is None else [candidate for candidate in found if candidate.quantize]
+
+
+def _candidates_for(calibrated: bool, sparsity: float | None) -> list[Candidate]:
     found = [candidate for candidate in CANDIDATES if calibrated or not candidate.calibrated]
     if not _native.gains_from_pairs():
         found = [candidate for candidate in found if candidate.quantize is not _REDUCED]

@@ -64,15 +64,22 @@ class AutoSettings:
         limit: None: `default_limit`.
         shapes: The (batch, tokens) pairs to optimize for; None: `default_shapes`.
         sparsity: Also try formats that are pruned to this fraction of zeros.
+        reproducible: As for `Recipe.reproducing`.
     """
 
     limit: Limit | None
     shapes: tuple[tuple[int, int], ...] | None = None
     sparsity: float | None = None
+    reproducible: str | None = None
 
     @classmethod
     def read(
-        cls, budget: Any = None, shapes: Any = None, sparsity: Any = None, max_perplexity_increase: Any = None
+        cls,
+        budget: Any = None,
+        shapes: Any = None,
+        sparsity: Any = None,
+        max_perplexity_increase: Any = None,
+        reproducible: str | None = None,
     ) -> AutoSettings:
         """Return checked settings.
 
@@ -86,7 +93,7 @@ class AutoSettings:
             if not 0 < sparsity < 1:
                 raise RecipeError(f"sparsity is {sparsity!r}, expected a number above 0 and below 1")
         limit = read_limit(budget, max_perplexity_increase)
-        return cls(limit, None if shapes is None else _read_shapes(shapes), sparsity)
+        return cls(limit, None if shapes is None else _read_shapes(shapes), sparsity, reproducible)
 
 
 def _read_shapes(shapes: Any) -> tuple[tuple[int, int], ...]:
@@ -166,12 +173,13 @@ class Search:
             by_bits = self._by_bits(limit)
             if by_bits is not None:
                 return by_bits
-        forms = candidates_for(self._calibrated, self._settings.sparsity)
+        forms = candidates_for(self._calibrated, self._settings.sparsity, self._settings.reproducible)
         study = LayerStudy(evidence, report, self._times, self._progress)
         study.measure(self._shape_feeds, judged, limit, forms)
         self._has_attention = study.has_attention
         path = make_path(report, forms)
-        trials = Trials(evidence, limit, judged, self._name, self._progress)
+        where = self._settings.reproducible
+        trials = Trials(evidence, limit, judged, self._name, self._progress, reproducible=where)
         report.trials = trials.report
         best = self._fastest(self._within(path, trials), path, trials) if path or self._has_attention else None
         report.measured = self._times.measured
@@ -218,7 +226,8 @@ class Search:
 
     def _by_bits(self, limit: Limit) -> Made | None:
         """Return a model with mixed 4 and 8 bits; None if it is not within the budget or not faster."""
-        search = BitSearch(self._evidence, BitSettings(Form(weights="int4"), limit), self._name, self._progress)
+        settings = BitSettings(Form(weights="int4"), limit, self._settings.reproducible)
+        search = BitSearch(self._evidence, settings, self._name, self._progress)
         found, shapes = search.report, self.report.shapes
         found.budget = self.report.budget
         try:
@@ -257,10 +266,7 @@ class Search:
     def _fastest(self, steps: int, path: Sequence[Step], trials: Trials) -> Made | None:
         """Return the fastest model within the budget, with or without fused attention; None: the original."""
         while True:
-            tried = [
-                trials.make(path[:steps], attention)
-                for attention in ([False, True] if self._has_attention else [False])
-            ]
+            tried = [trials.make(path[:steps], attention) for attention in self._fusions()]
             made = [one for one in tried if one is not None]
             if made:
                 self._progress(Stage.TIME_MODELS, 0, 1)
@@ -276,6 +282,12 @@ class Search:
             if not steps:
                 return None
             steps //= 2
+
+    def _fusions(self) -> list[bool]:
+        """Return whether to try models without and with fused attention. ONNX Runtime's bits depend on the CPU."""
+        if not self._has_attention:
+            return [False]
+        return [True] if self._settings.reproducible is not None else [False, True]
 
     def _conclude(self, path: Sequence[Step], best: Made | None) -> None:
         report = self.report

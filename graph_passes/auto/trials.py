@@ -78,15 +78,18 @@ class Trials:
         name: str,
         progress: Progress,
         recipe_of: RecipeOf | None = None,
+        reproducible: str | None = None,
     ) -> None:
         """Prepare trials.
 
         judged: Feeds on which models are evaluated. name: The file name of models. recipe_of: Returns the recipe of a
         choice; an empty choice also changes the model. None: layers that are not in the choice stay unchanged.
+        reproducible: As for `Recipe.reproducing`.
         """
         self._evidence, self._limit, self._judged = evidence, limit, judged
         self._name, self._progress = name, progress
         self._recipe_of, self._always_changes = recipe_of or _recipe_of, recipe_of is not None
+        self._reproducible = reproducible
         self._saves: Saves = "time" if recipe_of is None else "bytes"
         self._made: dict[tuple[int, bool], Made | None] = {}
         self._tried: dict[tuple[int, bool], Trial] = {}
@@ -122,8 +125,10 @@ class Trials:
         choice = {step.layer: step.candidate for step in steps}
         feeds = {"feeds": len(self._judged)}
         # Only models within the budget are timed, and the portable version is checked only for the best.
-        trial_recipe = self._recipe_of(choice, attention, {"seconds": 0.0, "portable": False, **feeds})
-        recipe = self._recipe_of(choice, attention, feeds)
+        trial_recipe, recipe = (
+            self._recipe_of(choice, attention, verify).reproducing(self._reproducible)
+            for verify in ({"seconds": 0.0, "portable": False, **feeds}, feeds)
+        )
         with new_context(self._evidence, self._name, self._evidence.portable) as context:
             try:
                 within, found = self._run(replace(plan(trial_recipe, context), recipe=recipe), context)

@@ -1,8 +1,8 @@
 """NoMADAttention (scaled dot-product attention) without a cache as an ONNX function.
 
 The function is the operator's specification, and the fallback without Ortolan's library.
-It uses only operators whose meaning has not changed since opset 13. The attributes `precision` and `any_order` allow
-the kernel to round and to reorder sums; the function does neither.
+It uses only operators whose meaning has not changed since opset 13. It ignores the attributes `precision` and
+`reproducible`, which choose how the kernel rounds and in which order it sums.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ ATTRIBUTES = {
     "causal": ir.AttributeType.INT,
     "zero_hidden_rows": ir.AttributeType.INT,
     "precision": ir.AttributeType.INT,
-    "any_order": ir.AttributeType.INT,
 }
-SOFTCAP = ir.AttrFloat32("softcap", 0.0)  # with its default; functions have it if a node does
+# With their defaults; functions have them if a node does.
+SOFTCAP = ir.AttrFloat32("softcap", 0.0)
+REPRODUCIBLE = ir.AttrString("reproducible", "")
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Uses:
     by_heads: frozenset[str] = frozenset()  # operands (query, key, value) that are [B, heads, S, D] in some nodes
     by_rows: frozenset[str] = frozenset(_OPERANDS)  # operands that are [B, S, heads D] in some nodes
     softcap: bool = False  # some nodes set this attribute
+    reproducible: bool = False  # some nodes set this attribute
 
 
 def uses_of(nodes: Sequence[ir.Node]) -> Uses:
@@ -76,6 +78,7 @@ def uses_of(nodes: Sequence[ir.Node]) -> Uses:
         causal=some("causal"),
         zero_hidden_rows=some("zero_hidden_rows"),
         softcap=any(SOFTCAP.name in node.attributes for node in nodes),
+        reproducible=any(REPRODUCIBLE.name in node.attributes for node in nodes),
         by_heads=by_heads,
         by_rows=given(by_heads=False) | (set(_OPERANDS) - by_heads),
     )
@@ -97,8 +100,13 @@ def nomad_attention_function(opset: int, uses: Uses) -> ir.Function:
     op_type = PACKED_OP_TYPE if uses.kept else OP_TYPE
     graph = ir.Graph(list(inputs.values()), [y], nodes=body.nodes, opset_imports={"": opset}, name=op_type)
     attributes = [ir.Attr(name, kind, None) for name, kind in ATTRIBUTES.items()]
-    attributes += [SOFTCAP] if uses.softcap else []
+    attributes += optional_attributes(uses.softcap, uses.reproducible)
     return ir.Function(ORTOLAN_DOMAIN, op_type, graph=graph, attributes=attributes)
+
+
+def optional_attributes(softcap: bool, reproducible: bool) -> list[ir.Attr]:
+    """Return the attributes that functions declare if a node has them."""
+    return [*([SOFTCAP] if softcap else []), *([REPRODUCIBLE] if reproducible else [])]
 
 
 def scale_of(body: FunctionBody, head_dim: ir.Value) -> ir.Value:

@@ -24,7 +24,7 @@ from .cache_formats_function import SCALE_BYTES, Int8Values, KeyCodes, reshape, 
 from .function_body import PANEL_COLUMNS, FunctionBody
 from .nomad_attention_function import ATTRIBUTES as EXACT_ATTRIBUTES
 from .nomad_attention_function import INPUTS as EXACT_INPUTS
-from .nomad_attention_function import OP_TYPE, SOFTCAP, capped, scale_of, weights_of
+from .nomad_attention_function import OP_TYPE, capped, optional_attributes, scale_of, weights_of
 from .prompt_cache import MAX_CHUNK, PROMPT_INPUTS, TILE_INPUTS
 from .sparse_amx_matmul_function import unpacked_bitmap
 
@@ -59,6 +59,7 @@ class CacheUses:
     causal: bool = False  # some nodes are causal
     zero_hidden_rows: bool = False  # some nodes set this attribute
     softcap: bool = False  # some nodes set this attribute
+    reproducible: bool = False  # some nodes set this attribute
     lengths: bool = True  # some nodes have this input
     rotary: bool = False  # all nodes have cos and sin, or no node does
     # Keys are codes, values are int8, and all caches are padded to one width that fits rows of both kinds.
@@ -85,7 +86,8 @@ def nomad_cache_function(opset: int, uses: CacheUses) -> ir.Function:
         value.name = name
     graph = ir.Graph(list(inputs.values()), outputs, nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
     kinds = ATTRIBUTES | (_WINDOW_ATTRIBUTES if uses.exact_keys else {}) | (_PROMPT_ATTRIBUTES if uses.prompt else {})
-    attributes = [ir.Attr(name, kind, None) for name, kind in kinds.items()] + ([SOFTCAP] if uses.softcap else [])
+    attributes = [ir.Attr(name, kind, None) for name, kind in kinds.items()]
+    attributes += optional_attributes(uses.softcap, uses.reproducible)
     return ir.Function(ORTOLAN_DOMAIN, OP_TYPE, graph=graph, attributes=attributes)
 
 

@@ -39,16 +39,16 @@ std::span<const AttentionKernel> AttentionKernels() {
   return kernels;
 }
 
-const AttentionKernel& FindAttentionKernel(int precision, bool any_order) {
+const AttentionKernel& FindAttentionKernel(int precision, bool reproducible) {
   const Features features = ActiveFeatures();
-  if (any_order && precision == 16) {
+  if (!reproducible && precision == 16) {
     const AttentionKernel& kernel = SelectKernel(AttentionKernels(), features, {.any_order = true});
     if (kernel.own_order) return kernel;
   }
   Features fast = features;
   if (!ActiveTuning().fast_dot_bf16) fast.bits &= ~uint32_t{kAvx512Bf16};
   // Without bf16 dot products, rounding to bf16 only costs time.
-  if (any_order && !fast.Has({kAvx512Bf16})) precision = 32;
+  if (!reproducible && !fast.Has({kAvx512Bf16})) precision = 32;
   return SelectKernel(AttentionKernels(), fast, {.precision = precision});
 }
 

@@ -105,9 +105,9 @@ struct AttentionKernel : AttentionFunctions {
 // precision runs on any CPU.
 std::span<const AttentionKernel> AttentionKernels();
 
-// Returns the fastest kernel of at least this precision for this CPU and the enabled features. any_order: the caller
-// accepts results whose bits depend on the CPU. Precision 16 then takes the AMX kernel (own_order) if available, else
-// bf16 dot products if the CPU runs them fast, else precision 32.
-const AttentionKernel& FindAttentionKernel(int precision, bool any_order);
+// Returns the fastest kernel of at least this precision for this CPU and the enabled features. Precision 16 takes the
+// AMX kernel (own_order) if available, else bf16 dot products if the CPU runs them fast, else precision 32.
+// reproducible: precision 16 always rounds to bf16 and gives the same bits on every CPU; precision 32 is not affected.
+const AttentionKernel& FindAttentionKernel(int precision, bool reproducible);
 
 }  // namespace ortolan

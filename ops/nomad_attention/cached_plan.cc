@@ -93,7 +93,8 @@ class CachedPlan::Running {
   void Attend() const {
     const bool is_short = call_.queries <= kMostDecodeQueries;
     DecodeSplit split;
-    if (is_short && ValidateKeyCodeLayout({call_.head_dim, 1}).empty()) {
+    // Decode kernels sum in an order that depends on the CPU.
+    if (is_short && !form_.reproducible && ValidateKeyCodeLayout({call_.head_dim, 1}).empty()) {
       split = SplitSequences(
           call_, [&](int64_t batch, int64_t head, int64_t query) { return VisibleTokens(batch, head, query); });
       Decode(split.rows);
@@ -345,8 +346,8 @@ class CachedPlan::Running {
 
 CachedPlan::CachedPlan(const CacheForm& form)
     : form_(form),
-      attention_(FindAttentionKernel(form.precision, form.any_order)),
-      short_attention_(FindAttentionKernel(32, false)),
+      attention_(FindAttentionKernel(form.precision, form.reproducible)),
+      short_attention_(form.reproducible ? attention_ : FindAttentionKernel(32, false)),
       decode_(SelectKernel(DecodeAttentionKernels(), ActiveFeatures())),
       cache_(SelectKernel(KvCacheKernels(), ActiveFeatures())) {}
 

@@ -21,8 +21,8 @@ struct CacheForm {
   ExactWindow window;
   PromptCache prompt;  // prefix of all sequences; empty if it has no tokens
   bool interleaved = false;
-  int precision = 32;  // in calls with more than kMostDecodeQueries tokens
-  bool any_order = false;
+  int precision = 32;         // in calls with more than kMostDecodeQueries tokens
+  bool reproducible = false;  // the same bits on every CPU; needs precision 16, which short calls then have too
 
   // Elements of a token in the key cache and in the value cache.
   int64_t KeyRow(int64_t head_dim) const { return codebooks == nullptr ? head_dim : layout.RowBytes(); }

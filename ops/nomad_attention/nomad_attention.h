@@ -84,8 +84,9 @@ void AttendHeads(Host& host, const AttentionKernel& kernel, int64_t heads, int64
 
 class AttentionPlan {
  public:
-  // As in FindAttentionKernel.
-  explicit AttentionPlan(int precision, bool any_order = false);
+  // As in FindAttentionKernel. With `reproducible`, calls with few queries take the same kernel as others, because
+  // decode kernels sum in an order that depends on the CPU.
+  AttentionPlan(int precision, bool reproducible);
 
   // Attention without a cache. Throws std::bad_alloc.
   void Run(Host& host, const AttentionCall& call) const;
@@ -98,6 +99,7 @@ class AttentionPlan {
  private:
   const AttentionKernel& kernel_;
   const DecodeAttentionKernel& decode_;
+  bool reproducible_;
 };
 
 }  // namespace ortolan

@@ -4,7 +4,7 @@
 //     Y = softmax(capped(scale Q K^T) + mask) V,   capped(x) = softcap tanh(x / softcap), or x if softcap is 0
 //
 // Query head h reads key and value head h / (num_heads / kv_num_heads). causal: query i does not see keys after i + T -
-// S, so T >= S. any_order may select a float32 kernel.
+// S, so T >= S. Without `reproducible`, precision 16 may take a float32 kernel.
 //
 // With a cache, outputs 0 to 2 are required, output 3 if window or sinks are not 0. The operator is registered once for
 // each kind of cache: float, codes with int8 values, codes with float values.
@@ -56,7 +56,7 @@ class Kernel {
     const int64_t precision = IntAttributeOr(info, "precision", 32);
     if (precision != 32 && precision != 16) throw node_.Error("precision is ", precision, ", expected 32 or 16");
     node_.precision = static_cast<int>(precision);
-    node_.any_order = node_.Flag(info, "any_order");
+    ReadReproducible(info);
     packed_ = !node_.HasValues(info, kKey);
     if (packed_ == node_.HasValues(info, kValue)) {
       throw node_.Error("only one of the inputs key and value is given, expected both, or neither and a packed query ",
@@ -65,12 +65,12 @@ class Kernel {
     has_mask_ = node_.HasValues(info, kMask);
     for (size_t i = 0; i < std::size(floats_); ++i) floats_[i] = AlignedConstant<float>(info, i);
     if (has_kept_) {
-      plan_.emplace(node_.precision, node_.any_order);
+      plan_.emplace(node_.precision, node_.reproducible);
     } else if (node_.HasValues(info, kPastKey)) {
       cache_.emplace(info, node_);
     } else {
       CheckNoCache(info);
-      plan_.emplace(node_.precision, node_.any_order);
+      plan_.emplace(node_.precision, node_.reproducible);
     }
   }
 
@@ -113,6 +113,19 @@ class Kernel {
     HeadRows heads;
     int64_t batch, count, head_dim;
   };
+
+  void ReadReproducible(const OrtKernelInfo& info) {
+    const std::string where = StringAttributeOr(info, "reproducible", "");
+    if (where != "" && where != "everywhere") {
+      throw node_.Error("reproducible is '", where, "', expected 'everywhere' or no value");
+    }
+    if (where == "everywhere" && node_.precision != 16) {
+      throw node_.Error("reproducible is 'everywhere' with precision ", node_.precision, ", expected precision 16");
+    }
+    // Older files have any_order instead: 0 asks for the same bits on every CPU with precision 16.
+    const bool is_older = IntAttributeOr(info, "any_order", 1) == 0 && node_.precision == 16;
+    node_.reproducible = where == "everywhere" || is_older;
+  }
 
   void CheckNoCache(const OrtKernelInfo& info) const {
     for (const char* name : {"window", "sinks", "prompt_tokens"}) {

@@ -58,7 +58,7 @@ CachedAttention::CachedAttention(const OrtKernelInfo& info, const AttentionNode&
   }
   form_.interleaved = node_.Flag(info, "rotary_interleaved");
   form_.precision = node_.precision;
-  form_.any_order = node_.any_order;
+  form_.reproducible = node_.reproducible;
   ReadWindow(info);
   ReadPrompt(info);
   plan_.emplace(form_);

@@ -85,7 +85,7 @@ struct AttentionNode {
   int64_t heads = 0;
   int64_t kv_heads = 0;
   int precision = 32;
-  bool any_order = false;
+  bool reproducible = false;
 
   AttentionNode(const OrtKernelInfo& info, const char* op_type);
 

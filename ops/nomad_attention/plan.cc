@@ -134,9 +134,10 @@ AttentionArgs ArgsOf(const AttentionCall& call, int64_t batch, int64_t kv_head, 
   return args;
 }
 
-AttentionPlan::AttentionPlan(int precision, bool any_order)
-    : kernel_(FindAttentionKernel(precision, any_order)),
-      decode_(SelectKernel(DecodeAttentionKernels(), ActiveFeatures())) {}
+AttentionPlan::AttentionPlan(int precision, bool reproducible)
+    : kernel_(FindAttentionKernel(precision, reproducible)),
+      decode_(SelectKernel(DecodeAttentionKernels(), ActiveFeatures())),
+      reproducible_(reproducible) {}
 
 void AttentionPlan::Run(Host& host, const AttentionCall& call) const {
   if (call.batch == 0 || call.queries == 0) return;
@@ -145,7 +146,7 @@ void AttentionPlan::Run(Host& host, const AttentionCall& call) const {
     return;
   }
   DecodeSplit split;
-  const bool few = call.queries <= kMostDecodeQueries && call.queries < call.keys;
+  const bool few = !reproducible_ && call.queries <= kMostDecodeQueries && call.queries < call.keys;
   if (few && ValidateKeyCodeLayout({call.head_dim, 1}).empty()) {
     split = SplitSequences(call, [&](int64_t batch, int64_t head, int64_t query) {
       return VisibleKeys(decode_, call, batch, head, query);

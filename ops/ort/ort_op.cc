@@ -168,6 +168,15 @@ float FloatAttributeOr(const OrtKernelInfo& info, const char* name, float missin
   return IsOk(Api().KernelInfoGetAttribute_float(&info, name, &value)) ? value : missing;
 }
 
+std::string StringAttributeOr(const OrtKernelInfo& info, const char* name, const std::string& missing) {
+  size_t size = 0;  // with the terminating zero
+  if (!IsOk(Api().KernelInfoGetAttribute_string(&info, name, nullptr, &size)) || size == 0) return missing;
+  std::string value(size, '\0');
+  Check(Api(), Api().KernelInfoGetAttribute_string(&info, name, value.data(), &size));
+  value.resize(size - 1);
+  return value;
+}
+
 void CheckFormatVersion(const OrtKernelInfo& info, int64_t expected, const std::string& node) {
   const int64_t found = IntAttribute(info, "format_version", node);
   if (found != expected) {

@@ -205,6 +205,7 @@ int64_t IntAttribute(const OrtKernelInfo& info, const char* name, const std::str
 // Return the attribute, or `missing` if the node lacks it.
 int64_t IntAttributeOr(const OrtKernelInfo& info, const char* name, int64_t missing);
 float FloatAttributeOr(const OrtKernelInfo& info, const char* name, float missing);
+std::string StringAttributeOr(const OrtKernelInfo& info, const char* name, const std::string& missing);
 
 // Throw OpError unless the attribute format_version is the one this operator reads. (ONNX Runtime does not tell a
 // kernel which version of the domain the model imports.)

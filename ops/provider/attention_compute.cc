@@ -37,7 +37,7 @@ CacheForm FormOf(const AttentionSpec& spec) {
   CacheForm form;
   form.interleaved = spec.cache.interleaved;
   form.precision = spec.is_precise ? kPrecise : kPrecision;
-  form.any_order = true;  // as compress_cache
+  form.reproducible = spec.reproducible && !spec.is_precise;
   return form;
 }
 
@@ -67,7 +67,7 @@ AttentionCompute::Part::Part(std::span<const Layer> layers) : packed(layers), pl
 
 AttentionCompute::Part::Part(ContextReader& reader) : packed(reader), plan(packed.Linear(), ActiveFeatures()) {}
 
-AttentionCompute::AttentionCompute(const Graph& graph, const Step& step, const Node& fused) {
+AttentionCompute::AttentionCompute(const Graph& graph, const Step& step, const Node& fused, bool reproducible) {
   const Attention& found = *step.attention;
   const bool has_layers = !step.layers.empty();
   const auto input = [&](Value value) {
@@ -100,6 +100,7 @@ AttentionCompute::AttentionCompute(const Graph& graph, const Step& step, const N
   spec_.zero_hidden_rows = found.zero_hidden_rows;
   spec_.is_precise = found.precise;
   spec_.is_beside_cache = found.beside_cache;
+  spec_.reproducible = reproducible;
   spec_.zero_rows = input(found.zero_rows);
   for (const match::Mask& mask : found.masks) {
     const bool is_packed = has_layers && graph.IsConstantValue(mask.value);
@@ -123,9 +124,10 @@ AttentionCompute::AttentionCompute(const Graph& graph, const Step& step, const N
   MakePlan();
 }
 
-AttentionCompute::AttentionCompute(ContextReader& reader, const IoSlots& slots) {
+AttentionCompute::AttentionCompute(ContextReader& reader, const IoSlots& slots, bool reproducible) {
   RecordReader record(reader, slots);
   VisitAttention(record, spec_);
+  spec_.reproducible = spec_.reproducible || reproducible;
   ReadParts(reader);
   const bool has_all =
       spec_.inputs[0].slot && (!parts_.empty() || spec_.inputs[1].slot.has_value() == spec_.inputs[2].slot.has_value());
@@ -151,8 +153,9 @@ void AttentionCompute::MakePlan() {
   if (spec_.has_cache) {
     cached_plan_.emplace(FormOf(spec_));
   } else {
-    plan_.emplace(spec_.is_precise ? kPrecise : kPrecision);
-    if (spec_.is_beside_cache) short_plan_.emplace(kPrecise);
+    const bool reproducible = spec_.reproducible && !spec_.is_precise;
+    plan_.emplace(spec_.is_precise ? kPrecise : kPrecision, reproducible);
+    if (spec_.is_beside_cache && !reproducible) short_plan_.emplace(kPrecise, false);
   }
 }
 

@@ -16,9 +16,10 @@ namespace ortolan::provider {
 class AttentionCompute : public StepCompute {
  public:
   // See GroupCompute. The step must have an attention, and no or three layers.
-  AttentionCompute(const Graph& graph, const Step& step, const Node& fused);
-  // Reads what Write has written after the step kind. Throws OpError.
-  AttentionCompute(ContextReader& reader, const IoSlots& slots);
+  AttentionCompute(const Graph& graph, const Step& step, const Node& fused, bool reproducible);
+  // Reads what Write has written after the step kind. reproducible: also if the step was written without it. Throws
+  // OpError.
+  AttentionCompute(ContextReader& reader, const IoSlots& slots, bool reproducible);
   OutputSlots Outputs() const override { return {spec_.y, spec_.cache.present_key, spec_.cache.present_value}; }
   void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const override;
   void Write(ContextWriter& writer) const override;

@@ -47,7 +47,8 @@ struct AttentionSpec {
   bool causal = false, zero_hidden_rows = false;
   bool is_precise = false;  // as match::Attention::precise
   bool is_beside_cache = false;
-  NamedInput zero_rows;  // bool: rows set to zero where true
+  bool reproducible = false;  // the same bits on every CPU, unless is_precise
+  NamedInput zero_rows;       // bool: rows set to zero where true
   std::vector<MaskSpec> masks;
   match::Layout output_layout = match::Layout::kByRows;
   std::optional<size_t> y;  // nullopt if no node reads the output
@@ -82,6 +83,7 @@ void VisitAttention(Archive& archive, Spec& spec) {
   archive.Flag(spec.zero_hidden_rows);
   archive.Flag(spec.is_precise);
   archive.Flag(spec.is_beside_cache);
+  archive.Flag(spec.reproducible);
   input(spec.zero_rows, ElementType::kBool);
   archive.List(spec.masks, kMostMasks, "the number of masks", [&](auto& mask) {
     archive.Choice(mask.kind, 3, "the kind of a mask");

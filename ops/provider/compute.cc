@@ -314,13 +314,13 @@ class CopyCompute : public StepCompute {
   std::optional<Bounds> bounds_;
 };
 
-std::unique_ptr<StepCompute> ReadStep(ContextReader& reader, const IoSlots& slots) {
+std::unique_ptr<StepCompute> ReadStep(ContextReader& reader, const IoSlots& slots, bool reproducible) {
   const int64_t kind = reader.Int();
   switch (static_cast<StepKind>(kind)) {
     case StepKind::kLayers:
       return std::make_unique<LinearCompute>(reader, slots);
     case StepKind::kAttention:
-      return std::make_unique<AttentionCompute>(reader, slots);
+      return std::make_unique<AttentionCompute>(reader, slots, reproducible);
     case StepKind::kCopy:
       return std::make_unique<CopyCompute>(reader, slots);
     case StepKind::kSumNorm:
@@ -344,12 +344,13 @@ GroupCompute::GroupCompute(const HostApi& host) : OrtNodeComputeInfo{}, ort_(*ho
   ReleaseState = [](OrtNodeComputeInfo*, void*) noexcept {};
 }
 
-GroupCompute::GroupCompute(const HostApi& host, const Graph& graph, const Group& group, const Node& fused)
+GroupCompute::GroupCompute(const HostApi& host, const Graph& graph, const Group& group, const Node& fused,
+                           bool reproducible)
     : GroupCompute(host) {
   if (group.sum_norm) steps_.push_back(std::make_unique<SumNormCompute>(graph, *group.sum_norm, fused));
   for (const Step& step : group.steps) {
     if (step.attention) {
-      steps_.push_back(std::make_unique<AttentionCompute>(graph, step, fused));
+      steps_.push_back(std::make_unique<AttentionCompute>(graph, step, fused, reproducible));
     } else {
       steps_.push_back(std::make_unique<LinearCompute>(step, fused));
     }
@@ -358,7 +359,7 @@ GroupCompute::GroupCompute(const HostApi& host, const Graph& graph, const Group&
 }
 
 GroupCompute::GroupCompute(const HostApi& host, std::shared_ptr<const ContextFile> file, const std::string& name,
-                           const Node& node, const Node& fused)
+                           const Node& node, const Node& fused, bool reproducible)
     : GroupCompute(host) {
   file_ = std::move(file);
   const IoSlots slots{node, fused};
@@ -366,7 +367,7 @@ GroupCompute::GroupCompute(const HostApi& host, std::shared_ptr<const ContextFil
   std::vector<bool> is_made(fused.outputs().size());
   const int64_t count = reader.Int();
   for (int64_t i = 0; i < count; ++i) {
-    std::unique_ptr<StepCompute> step = ReadStep(reader, slots);
+    std::unique_ptr<StepCompute> step = ReadStep(reader, slots, reproducible);
     for (const std::optional<size_t>& output : step->Outputs()) {
       if (!output) continue;
       if (is_made[*output]) throw OpError(ErrorText("two steps compute output ", *output));

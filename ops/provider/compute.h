@@ -30,12 +30,13 @@ class StepCompute {
 class GroupCompute : public OrtNodeComputeInfo {
  public:
   // fused: the node that replaces the group; it defines the order of inputs and outputs. The stored weights may be
-  // released after construction.
-  GroupCompute(const HostApi& host, const Graph& graph, const Group& group, const Node& fused);
+  // released after construction. reproducible: the same bits on every CPU.
+  GroupCompute(const HostApi& host, const Graph& graph, const Group& group, const Node& fused, bool reproducible);
   // Loads the group `name` from a file. node: the EPContext node, whose inputs and outputs are those of the fused node
-  // at the time of writing. Throws OpError if the file or the node is damaged.
+  // at the time of writing. reproducible: also if the group was written without it. Throws OpError if the file or the
+  // node is damaged.
   GroupCompute(const HostApi& host, std::shared_ptr<const ContextFile> file, const std::string& name, const Node& node,
-               const Node& fused);
+               const Node& fused, bool reproducible);
   ~GroupCompute();
 
   // Writes references: the packed weights must stay valid until the writer has saved the file.

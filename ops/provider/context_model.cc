@@ -199,7 +199,7 @@ std::shared_ptr<const ContextFile> ContextModel::FileOf(const OrtModelGraph& mod
 }
 
 std::unique_ptr<GroupCompute> ContextModel::TryRead(const OrtModelGraph& model, const Node& fused,
-                                                    const std::string& model_path) {
+                                                    const std::string& model_path, bool reproducible) {
   const Node& node = model.node();
   const std::shared_ptr<const ContextFile> file = FileOf(model, model_path);
   const std::string id = node.String("notes", "");
@@ -208,20 +208,20 @@ std::unique_ptr<GroupCompute> ContextModel::TryRead(const OrtModelGraph& model, 
                             ": the file belongs to another model"));
   }
   try {
-    return std::make_unique<GroupCompute>(host_, file, node.String("partition_name", ""), node, fused);
+    return std::make_unique<GroupCompute>(host_, file, node.String("partition_name", ""), node, fused, reproducible);
   } catch (const OpError& error) {
     throw OpError(ErrorText(file->Described(), ": ", error.what()));
   }
 }
 
 std::unique_ptr<GroupCompute> ContextModel::Read(const OrtModelGraph& model, const Node& fused,
-                                                 const std::string& model_path) {
+                                                 const std::string& model_path, bool reproducible) {
   const Node& node = model.node();
   if (options_.enabled) {
     throw OpError(ErrorText(node.Described(), " is compiled already. Leave out ep.context_enable"));
   }
   try {
-    return TryRead(model, fused, model_path);
+    return TryRead(model, fused, model_path, reproducible);
   } catch (const OpError& error) {
     throw OpError(ErrorText(node.Described(), ": ", error.what(), kAdvice));
   } catch (const UnfitError& error) {

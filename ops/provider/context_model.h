@@ -46,11 +46,13 @@ class ContextModel {
   std::vector<OrtNode*> Write(std::span<const std::unique_ptr<GroupCompute>> groups,
                               std::span<const OrtNode* const> fused, const std::string& model_path) const;
 
-  // Create the object that runs a node of a compiled model. Throws OpError.
-  std::unique_ptr<GroupCompute> Read(const OrtModelGraph& model, const Node& fused, const std::string& model_path);
+  // Create the object that runs a node of a compiled model. reproducible: as for GroupCompute. Throws OpError.
+  std::unique_ptr<GroupCompute> Read(const OrtModelGraph& model, const Node& fused, const std::string& model_path,
+                                     bool reproducible);
 
  private:
-  std::unique_ptr<GroupCompute> TryRead(const OrtModelGraph& model, const Node& fused, const std::string& model_path);
+  std::unique_ptr<GroupCompute> TryRead(const OrtModelGraph& model, const Node& fused, const std::string& model_path,
+                                        bool reproducible);
   std::shared_ptr<const ContextFile> FileOf(const OrtModelGraph& model, const std::string& model_path);
   OrtNode* MakeNode(const Node& fused, const std::string& content, uint64_t id) const;
 

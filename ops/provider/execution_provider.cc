@@ -180,7 +180,7 @@ std::unique_ptr<GroupCompute> ExecutionProvider::CompileGraph(const OrtGraph& or
   const OrtModelGraph fused_model(host_, fused);
   Graph& graph = model.graph();
   if (graph.nodes().size() == 1 && IsContextNode(model.node())) {
-    return context_.Read(model, fused_model.node(), PathOf(ort_graph));
+    return context_.Read(model, fused_model.node(), PathOf(ort_graph), options_.reproducible);
   }
   const Claims claims =
       FindGroups(graph, options_.rules, clipped_ranges_, true, [&](Claims&) { return attentions_.In(graph); });
@@ -191,7 +191,7 @@ std::unique_ptr<GroupCompute> ExecutionProvider::CompileGraph(const OrtGraph& or
                             graph.nodes().front().Described(), ", differs from the claimed group: ",
                             claims.groups.size(), " groups found, the first with ", count, " nodes", reason));
   }
-  return std::make_unique<GroupCompute>(host_, graph, claims.groups.front(), fused_model.node());
+  return std::make_unique<GroupCompute>(host_, graph, claims.groups.front(), fused_model.node(), options_.reproducible);
 }
 
 std::string ExecutionProvider::PathOf(const OrtGraph& graph) const {

@@ -13,6 +13,7 @@ namespace ortolan::provider {
 struct ProviderOptions {
   ContextOptions context;
   LayerRules rules;
+  bool reproducible = false;  // the same bits on every CPU
 };
 
 class ExecutionProvider : public OrtEp {

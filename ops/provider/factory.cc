@@ -1,6 +1,7 @@
 // Entry points of the execution provider, CreateEpFactories and ReleaseEpFactory. ONNX Runtime calls them when the
 // library is registered and unregistered (RegisterExecutionProviderLibrary).
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <iterator>
@@ -29,6 +30,9 @@ constexpr std::pair<const char*, Precision> kPrecisions[] = {{"", Precision::kFl
                                                              {"float32", Precision::kFloat32},
                                                              {"bf16", Precision::kBf16},
                                                              {"int8", Precision::kInt8}};
+// Option: equal bytes on every CPU.
+constexpr const char* kReproducible = "reproducible";
+constexpr const char* kEverywhere = "everywhere";
 
 // The session's configuration entries. A provider option is the entry "ep.<provider name in lower case>.<option>".
 class SessionEntries {
@@ -57,9 +61,10 @@ class SessionEntries {
       const std::string key = keys[i];
       if (key.compare(0, prefix.size(), prefix) != 0) continue;
       const std::string name = key.substr(prefix.size());
-      if (name == kClaims || name == kPrecision || name == kClaimsFile || name == kTimesFile) continue;
+      constexpr std::array kNames = {kPrecision, kClaims, kReproducible, kTimesFile, kClaimsFile};
+      if (std::ranges::find(kNames, name) != kNames.end()) continue;
       throw OpError(ErrorText("the provider has no option '", name, "', expected ", kPrecision, ", ", kClaims, ", ",
-                              kTimesFile, " or ", kClaimsFile));
+                              kReproducible, ", ", kTimesFile, " or ", kClaimsFile));
     }
   }
 
@@ -172,12 +177,23 @@ ProviderOptions ReadOptions(const HostApi& host, const SessionEntries& entries) 
     throw OpError(
         ErrorText("the provider's option ", kPrecision, " is '", precision, "', expected 'float32', 'bf16' or 'int8'"));
   }
+  const std::string where = entries.ProviderOption(kReproducible);
+  if (where != "" && where != kEverywhere) {
+    throw OpError(ErrorText("the provider's option ", kReproducible, " is '", where, "', expected '", kEverywhere,
+                            "' or no value"));
+  }
   ProviderOptions options;
   options.rules.precision = known->second;
+  options.reproducible = where == kEverywhere;
+  if (options.reproducible && known->second == Precision::kBf16) {
+    throw OpError(ErrorText("the provider's option ", kReproducible, " is '", kEverywhere, "' with ", kPrecision,
+                            " 'bf16', whose sums depend on the CPU; expected ", kPrecision, " 'int8' or 'float32'"));
+  }
   options.context.enabled = entries.String("ep.context_enable") == "1";
   options.context.embeds = entries.String("ep.context_embed_mode") == "1";
   options.context.path = entries.String("ep.context_file_path");
-  if (claims != kAll) {
+  // Which nodes are faster depends on the CPU.
+  if (claims != kAll && !options.reproducible) {
     options.rules.policy = ClaimPolicy(KeptTimes(TimesFile(entries), host.base->GetVersionString()));
   }
   return options;

@@ -114,9 +114,8 @@
 //
 // If kMultipliesPairs:
 //
-//     MultiplyPairs(Bytes a, Bytes b)       the sums of two products of unsigned a and signed b as int16, which must
-//     fit;
-//                                           DotNibbles adds them to such sums
+//     MultiplyPairs(Bytes a, Bytes b)       sums of two products of unsigned a and signed b, as int16, which must hold
+//                                           them; DotNibbles adds to such sums
 //
 // If kRowPairs:
 //

@@ -270,6 +270,7 @@ def run_attention_plan(
     scale: float,
     causal: bool = False,
     precision: int = 32,
+    reproducible: bool = False,
     threads: int = 1,
     most_bytes: int | None = None,
 ) -> NDArray[np.float32]:

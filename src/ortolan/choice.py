@@ -36,6 +36,7 @@ class Choice:
         of_other: The recipe was measured on another model, so it may name layers that this model lacks.
         keeps: No target format was given, so quantized weights that the model stores are kept.
         by_name: The user gave the whole recipe, so each of its passes must run.
+        reproducible: As for `Recipe.reproducing`; a given recipe has it already.
     """
 
     recipe: Recipe | None
@@ -47,6 +48,7 @@ class Choice:
     of_other: bool = False
     keeps: bool = False
     by_name: bool = False
+    reproducible: str | None = None
 
     @property
     def is_named(self) -> bool:
@@ -72,7 +74,7 @@ class Choice:
         """Return the choice with the recipe that keeps stored weights. Raises RecipeError for unknown options."""
         note = f"no recipe was given: {reason}, which are kept exactly"
         try:
-            recipe = Recipe.from_dict(ADOPT).with_options(self.options)
+            recipe = Recipe.from_dict(ADOPT).reproducing(self.reproducible).with_options(self.options)
         except RecipeError as error:
             raise RecipeError(f"{note}: {error}; or give a recipe") from None
         return replace(self, recipe=recipe, note=note, may_stay=True, keeps=True)
@@ -85,11 +87,17 @@ def read_choice(options: OptimizeOptions) -> Choice:
         RecipeError: The recipe is unknown, or options contradict each other.
         ArgumentTypeError: An option has the wrong type.
     """
+    choice = _read_choice(options)
+    recipe = None if choice.recipe is None else choice.recipe.reproducing(options.reproducible)
+    return replace(choice, recipe=recipe, reproducible=options.reproducible)
+
+
+def _read_choice(options: OptimizeOptions) -> Choice:
     recipe, prompt = options.recipe, options.prompt is not None
     chosen_format, pass_options = options.target_format(), options.options or {}
     limit = read_limit(options.budget, options.max_perplexity_increase, options.max_bytes)
     if limit is not None:
-        return _mixed_bits(recipe, chosen_format, pass_options, prompt, limit)
+        return _mixed_bits(recipe, chosen_format, pass_options, prompt, limit, options.reproducible)
     if recipe is not None and not (isinstance(recipe, str) and (recipe == AUTO or recipe in PRESETS)):
         return Choice(_ready_made(recipe, chosen_format, pass_options, prompt), by_name=True)
     if recipe == AUTO:
@@ -118,6 +126,7 @@ def _mixed_bits(
     options: Mapping[str, Any],
     prompt: bool,
     limit: Limit,
+    reproducible: str | None,
 ) -> Choice:
     form = Form()
     if recipe is None:
@@ -129,7 +138,7 @@ def _mixed_bits(
             f"{limit.argument} chooses the bits of each layer and needs weights='int4', without sparsity, pattern, "
             "cache or prompt; or call ortolan.search, which chooses among all dense formats"
         )
-    return Choice(None, BitSettings(form, limit), options).measuring()
+    return Choice(None, BitSettings(form, limit, reproducible), options).measuring()
 
 
 def _ready_made(

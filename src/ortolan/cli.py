@@ -155,6 +155,7 @@ def search(
     calibration: options.Calibration = None,
     tokenizer: options.Tokenizer = None,
     portable: options.Portable = True,
+    reproducible: options.Reproducible = None,
     threads: options.TimingThreads = None,
     as_json: options.AsJson = False,
     verbose: options.Verbose = 0,
@@ -178,6 +179,7 @@ def search(
             calibration=calibration,
             tokenizer=tokenizer,
             portable=portable,
+            reproducible=None if reproducible is None else str(reproducible),
             threads=threads,
             progress=progress,
         )

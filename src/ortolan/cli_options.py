@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from ortolan.graph_passes.names import BLOCKS, GROUP_SIZES, POOLINGS, SCORE_ACTIVATIONS, UNSTRUCTURED
+from ortolan.graph_passes.names import BLOCKS, EVERYWHERE, GROUP_SIZES, POOLINGS, SCORE_ACTIVATIONS, UNSTRUCTURED
 
 from .errors import ArgumentError
 from .optimize_options import OptimizeOptions, flag_of, info, options_of
@@ -42,11 +42,12 @@ if TYPE_CHECKING:
     _GroupSize = str
     _Precision = str
     _Claims = str
+    _Reproducible = str
     _Device = str
     _DistillPattern = str
 else:
     _Pooling, _Activation, _GroupSize = map(_choice, (POOLINGS, SCORE_ACTIVATIONS, GROUP_SIZES))
-    _Precision, _Claims = map(_choice, (PRECISIONS, CLAIMS))
+    _Precision, _Claims, _Reproducible = map(_choice, (PRECISIONS, CLAIMS, (EVERYWHERE,)))
     _Device, _DistillPattern = _choice(["opencl"]), _choice([BLOCKS, UNSTRUCTURED])
 
 AS_JSON = "ortolan.json"  # key in the context's meta; its value is True with --json
@@ -153,6 +154,9 @@ SearchSparsity = Annotated[
 Calibration = Annotated[Path | None, typer.Option(metavar="FILE", help=_help("calibration"))]
 Tokenizer = Annotated[Path | None, typer.Option(metavar="FILE", help=_help("tokenizer"))]
 Portable = Annotated[bool, typer.Option("--portable/--no-portable", help=_help("portable"), show_default=False)]
+Reproducible = Annotated[
+    _Reproducible | None, typer.Option("--reproducible", help=_help("reproducible"), show_default=False)
+]
 TimingThreads = Annotated[int | None, typer.Option("--threads", metavar="N", min=1, help=_help("threads"))]
 Precision = Annotated[
     _Precision,

@@ -196,6 +196,7 @@ def search(
     calibration: Calibration | None = None,
     tokenizer: Tokenizer | None = None,
     portable: bool = True,
+    reproducible: str | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Recipe:
@@ -221,6 +222,7 @@ def search(
         calibration: As for `optimize_onnx`.
         tokenizer: As for `optimize_onnx`.
         portable: As for `optimize_onnx`.
+        reproducible: As for `optimize_onnx`.
         threads: As for `optimize_onnx`.
         progress: As for `optimize_onnx`.
 
@@ -231,8 +233,9 @@ def search(
         ModelError: The model cannot be read, or is already optimized.
     """
     given = {"budget": budget, "max_perplexity_increase": max_perplexity_increase, "portable": portable}
-    read_options("search", None, {**given, "threads": threads, "progress": progress})
-    settings = AutoSettings.read(budget, shapes, sparsity, max_perplexity_increase)
+    more = {"reproducible": reproducible, "threads": threads, "progress": progress}
+    read_options("search", None, {**given, **more})
+    settings = AutoSettings.read(budget, shapes, sparsity, max_perplexity_increase, reproducible)
     source = _load(model)
     feeds, description = None, None
     if calibration is not None:
@@ -374,7 +377,7 @@ class _Run:
 
     def _searched(self, context: PassContext) -> tuple[Recipe, PassContext]:
         """Search for a recipe; return it and the context of the run that made its model."""
-        settings = AutoSettings.read() if self.choice.bits is None else self.choice.bits
+        settings = self.choice.bits or AutoSettings.read(reproducible=self.choice.reproducible)
         found, made = _search(context.evidence, settings, context.candidate.name, context.progress)
         self.report.auto = found.search
         if made is None:

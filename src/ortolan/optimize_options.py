@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar
 
-from ortolan.graph_passes.names import CACHES, FORMAT_GROUP_SIZES, FORMAT_OPTIONS, METHODS, WEIGHTS
+from ortolan.graph_passes.names import CACHES, EVERYWHERE, FORMAT_GROUP_SIZES, FORMAT_OPTIONS, METHODS, WEIGHTS
 from ortolan.graph_passes.options import HEADS
 
 from .errors import ArgumentError, ArgumentTypeError, suggestion, wrong_type
@@ -281,6 +281,16 @@ class OptimizeOptions:
             hosts=("cli", "transformers"),
         ),
     )
+    reproducible: str | None = field(
+        default=None,
+        metadata=_about(
+            "Result",
+            str,
+            "everywhere: int8 and int4 layers, attention and norms give the same bytes on every CPU, which is slower "
+            "for long texts. Default: the fastest order of sums on the CPU that runs the model.",
+            choices=(EVERYWHERE,),
+        ),
+    )
     threads: int | None = field(
         default=None,
         metadata=_about(
@@ -312,6 +322,7 @@ class OptimizeOptions:
             if not isinstance(getattr(self, name), bool):
                 raise wrong_type(name, getattr(self, name), "True or False")
         check_threads(self.threads)
+        check_reproducible(self.reproducible)
         if self.options is not None and not isinstance(self.options, Mapping):
             raise wrong_type("options", self.options, 'a dict such as {"sparsity": 0.7}')
         if self.progress is not None and not callable(self.progress):
@@ -353,6 +364,7 @@ class OptimizeArguments(TypedDict, total=False):
     prompt: str | os.PathLike[str] | npt.ArrayLike | None
     texts_in: bool | TextInput
     portable: bool
+    reproducible: str | None
     threads: int | None
     dry_run: bool
     progress: Progress | None
@@ -451,6 +463,14 @@ def read_options(
                 f"{function}() got an unexpected keyword argument {name!r}{suggestion(name, known)}"
             )
     return replace(settings or OptimizeOptions(), **arguments)
+
+
+def check_reproducible(where: str | None) -> None:
+    """Check that the option is None or "everywhere". Raises ArgumentTypeError or ArgumentError."""
+    if where is not None and not isinstance(where, str):
+        raise wrong_type("reproducible", where, f"{EVERYWHERE!r}, or None")
+    if where not in (None, EVERYWHERE):
+        raise ArgumentError(f"reproducible is {where!r}, expected {EVERYWHERE!r}, or None")
 
 
 def check_threads(threads: int | None) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import ArgumentError, LibraryError, one_line
 from .library import get_library_path
+from .optimize_options import check_reproducible
 from .session import REGISTERED, new_options, register
 from .times_file import times_path
 
@@ -53,7 +54,10 @@ def register_provider() -> None:
 
 
 def session_options(
-    *, precision: Literal["float32", "bf16", "int8"] = "float32", claims: Literal["faster", "all"] = "faster"
+    *,
+    precision: Literal["float32", "bf16", "int8"] = "float32",
+    claims: Literal["faster", "all"] = "faster",
+    reproducible: Literal["everywhere"] | None = None,
 ) -> onnxruntime.SessionOptions:
     """Return new options for sessions with Ortolan's execution provider.
 
@@ -65,20 +69,28 @@ def session_options(
             Runtime; bf16 and int8 are faster and change results (docs/provider.md).
         claims: "faster" claims nodes that are faster than in ONNX Runtime on this CPU, by the times that searches keep
             (`ortolan times`) or by known limits of the CPU; "all" claims every supported node.
+        reproducible: "everywhere": claimed nodes give the same bytes on every CPU, and every supported node is claimed;
+            excludes precision bf16. None: the fastest order of sums on this CPU.
 
     Raises:
         ArgumentError: An argument has another value.
         LibraryError: As for `register_provider`.
     """
-    return options_with(checked_options(precision, claims))
+    return options_with(checked_options(precision, claims, reproducible))
 
 
-def checked_options(precision: str, claims: str) -> dict[str, str]:
-    """Return the options of the provider. Raises ArgumentError for an unknown value."""
+def checked_options(precision: str, claims: str, reproducible: str | None = None) -> dict[str, str]:
+    """Return the options of the provider. Raises ArgumentError for an unknown value, or if two values conflict."""
+    check_reproducible(reproducible)
+    if reproducible is not None and precision == "bf16":
+        raise ArgumentError(
+            f"precision is 'bf16', whose sums depend on the CPU, but reproducible is {reproducible!r}; give precision "
+            "'int8' or 'float32'"
+        )
     for name, found, known in (("precision", precision, PRECISIONS), ("claims", claims, CLAIMS)):
         if found not in known:
             raise ArgumentError(f"{name} is {found!r}, expected one of {', '.join(known)}")
-    return {"precision": precision, "claims": claims}
+    return {"precision": precision, "claims": claims} | ({"reproducible": reproducible} if reproducible else {})
 
 
 def options_with(provider_options: Mapping[str, str]) -> onnxruntime.SessionOptions:

@@ -39,7 +39,7 @@ Array<float> NomadAttention(const CastArray<float>& q, const CastArray<float>& k
   args.softcap = softcap;
   args.causal = causal;
   args.zero_hidden_rows = zero_hidden_rows;
-  const AttentionKernel& kernel = name ? KernelByName(AttentionKernels(), name) : FindAttentionKernel(precision, false);
+  const AttentionKernel& kernel = name ? KernelByName(AttentionKernels(), name) : FindAttentionKernel(precision, true);
   Array<float> y({args.heads, args.queries, args.head_dim});
   args.y = y.mutable_data();
   py::gil_scoped_release release;
@@ -58,7 +58,7 @@ HeadRows RowsOf(const Array<float>& rows) {
 }
 
 Array<float> RunPlan(const Array<float>& q, const Array<float>& k, const Array<float>& v, float scale, bool causal,
-                     int precision, int threads, std::optional<int64_t> most_bytes) {
+                     int precision, bool reproducible, int threads, std::optional<int64_t> most_bytes) {
   Require(q.ndim() == 4 && k.ndim() == 4 && v.ndim() == 4 && std::equal(k.shape(), k.shape() + 4, v.shape()) &&
               q.shape(0) == k.shape(0) && q.shape(3) == k.shape(3) && q.shape(3) > 0 && k.shape(2) > 0 &&
               q.shape(2) % k.shape(2) == 0 && (!causal || q.shape(1) <= k.shape(1)),
@@ -79,7 +79,7 @@ Array<float> RunPlan(const Array<float>& q, const Array<float>& k, const Array<f
   call.y = y.mutable_data();
   py::gil_scoped_release release;
   TestHost host(threads, most_bytes.value_or(INT64_MAX));
-  AttentionPlan(precision).Run(host, call);
+  AttentionPlan(precision, reproducible).Run(host, call);
   return y;
 }
 
@@ -91,8 +91,8 @@ void BindAttention(py::module_& module) {
              py::arg("mask") = py::none(), py::arg("causal") = false, py::arg("zero_hidden_rows") = false,
              py::arg("precision") = 32, py::arg("softcap") = 0.0f, py::arg("kernel") = py::none());
   module.def("run_attention_plan", &RunPlan, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("scale"),
-             py::arg("causal") = false, py::arg("precision") = 32, py::arg("threads") = 1,
-             py::arg("most_bytes") = py::none());
+             py::arg("causal") = false, py::arg("precision") = 32, py::arg("reproducible") = false,
+             py::arg("threads") = 1, py::arg("most_bytes") = py::none());
 }
 
 }  // namespace ortolan

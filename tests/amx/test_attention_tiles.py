@@ -27,7 +27,7 @@ if emulator is not None:
     assert emulator.live_threads_with_config() == 0
 """
 
-# The bits of each query head are those of the AMX kernel if any_order is set, otherwise those of scalar/16.
+# The bits of each query head are those of the AMX kernel, or those of scalar/16 if the node is reproducible.
 NODES = """
 import numpy as np
 from ortolan import _native, _testing
@@ -41,14 +41,14 @@ shapes = {"query": (2, rows, heads * width), "key": (2, rows, kv_heads * width),
 feeds = {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
 feeds["mask"] = np.where(rng.random((2, 1, 1, rows)) < 0.2, np.float32(-10000), np.float32(0))
 feeds["mask"][..., 0] = 0
-for any_order, causal in ((1, 0), (1, 1), (0, 0)):
-    model = node_model(heads, kv_heads, causal=causal, precision=16, any_order=any_order)
+for where, causal in (({}, 0), ({}, 1), ({"reproducible": "everywhere"}, 0)):
+    model = node_model(heads, kv_heads, causal=causal, precision=16, **where)
     run = session(model, threads=2)
     if emulator is not None:
         emulator.reset_counts()
     y = run.run(None, feeds)[0].reshape(2, rows, heads, width)
     if emulator is not None:
-        assert (emulator.count("tdpbf16ps") > 0) == bool(any_order), emulator.counts()
+        assert (emulator.count("tdpbf16ps") > 0) == (not where), emulator.counts()
         assert emulator.live_threads_with_config() == 0
     apart = {name: array.reshape(2, rows, -1, width) for name, array in feeds.items() if name != "mask"}
     for b in range(2):
@@ -57,7 +57,7 @@ for any_order, causal in ((1, 0), (1, 1), (0, 0)):
             given = (q[None], k, v, width**-0.5, feeds["mask"][b], bool(causal))
             found = [_testing.nomad_attention(*given, kernel=name)[0] for name in (tiles.KERNEL, "scalar/16")]
             assert (found[0] != found[1]).any()
-            assert_same_bits(y[b, :, head], found[0 if any_order else 1])
+            assert_same_bits(y[b, :, head], found[1 if where else 0])
 """
 
 # Calls of many queries run in tiles; a call of one token runs in float32 vectors.
@@ -69,7 +69,7 @@ from tests.ops.cached_attention import Decoder, Setup, node_model
 from tests.ops.single_node import assert_same_bits, session
 assert _native.cpu_info()["isa"] == "amx"
 setup = Setup(6, 2, 36, precision=16)
-run, decoder = session(node_model(setup, any_order=1), threads=2), Decoder(setup, 2)
+run, decoder = session(node_model(setup), threads=2), Decoder(setup, 2)
 for queries, in_tiles in ((40, True), (1, False), (9, True)):
     call = decoder.call(queries)
     if emulator is not None:
@@ -112,7 +112,7 @@ def test_counts_of_the_kernel() -> None:
     check(COUNTS)
 
 
-def test_nodes_of_any_order_take_it() -> None:
+def test_nodes_take_it_unless_they_are_reproducible() -> None:
     check(NODES)
 
 

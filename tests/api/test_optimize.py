@@ -322,6 +322,41 @@ def test_threads_follow_the_affinity_of_the_process_or_the_argument(bert, tmp_pa
         optimize(bert, tmp_path / "out.onnx", threads=0)
 
 
+def nodes_of(report):
+    return [node for node in report.model.graph.node if "NoMADAttention" in node.op_type]
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"weights": "int8"}, {"recipe": "int4"}, {"weights": "int4", "max_bytes": "1MB"}]
+)
+def test_reproducible_is_an_option_of_every_format(bert, arguments):
+    fast = {"options": FAST | {"may_grow": True}} | arguments
+    for where, expected in (("everywhere", b"everywhere"), (None, None)):
+        report = ortolan.optimize_onnx(bert, None, reproducible=where, **fast)
+        assert nodes_of(report)
+        for node in nodes_of(report):
+            told = {one.name: onnx.helper.get_attribute_value(one) for one in node.attribute}
+            assert told.get("reproducible") == expected
+        again = ortolan.optimize_onnx(bert, None, recipe=ortolan.Recipe.from_dict(report.recipe))
+        assert again.model.SerializeToString() == report.model.SerializeToString()
+
+
+def test_bf16_layers_in_reproducible_models_are_named(bert):
+    steps = [{"name": "normalize"}, {"name": "fuse_attention", "precision": "bf16", "reproducible": "everywhere"}]
+    steps += [{"name": "replace", "may_grow": True}, {"name": "verify", "seconds": 0.0}]
+    report = ortolan.optimize_onnx(bert, None, recipe=ortolan.Recipe.from_dict({"name": "own", "pass": steps}))
+    assert any("in bf16, such as" in note and "depend on the CPU" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("here", "reproducible is 'here', expected 'everywhere', or None"), (True, "reproducible is a bool, expected")],
+)
+def test_wrong_values_of_reproducible(bert, value, message):
+    with pytest.raises((ortolan.ArgumentError, ortolan.ArgumentTypeError), match=message):
+        ortolan.optimize_onnx(bert, None, reproducible=value)
+
+
 def test_a_timed_feed_with_padding_is_named_beside_the_speed(bert, tmp_path):
     ids = np.ones((1, 16), np.int64)
     mask = (np.arange(16) < 5).astype(np.int64)[None]

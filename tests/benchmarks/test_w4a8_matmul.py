@@ -1,5 +1,7 @@
 """`ortolan bench w4a8_matmul`: the measured cases; all compared operators compute the same product."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -9,7 +11,16 @@ from ortolan.benchmarks.cold_layers import layers_session
 from ortolan.benchmarks.dense_peers import matmul_nbits_node
 from ortolan.benchmarks.result import BenchOptions
 from ortolan.benchmarks.shapes import LAYERS
-from ortolan.benchmarks.w4a8_matmul import BATCH, GROUP_SIZES, KINDS, SCALES, our_node
+from ortolan.benchmarks.w4a8_matmul import (
+    BATCH,
+    GROUP_KINDS,
+    GROUP_SIZES,
+    KINDS,
+    SCALES,
+    SUBGROUP_BITS,
+    SUBGROUP_GROUP,
+    our_node,
+)
 from ortolan.cli import app
 from ortolan.errors import OrtolanError
 from ortolan.opencl import opencl_devices
@@ -41,9 +52,10 @@ def test_every_form_of_the_weights_meets_its_peers(short):
         ]
         for threads in (1, 2)
         for m in (1, 5)
-        for kind in KINDS
-        for group_size in GROUP_SIZES
-        for scales in SCALES
+        for kind, group_size, scales in (
+            *product(GROUP_KINDS, GROUP_SIZES, SCALES),
+            *product(SUBGROUP_BITS, (SUBGROUP_GROUP,), ("float16",)),
+        )
     }
     assert result.summary == []  # only the layers of the models get a summary
 

@@ -57,7 +57,7 @@ def node_model(
         helper.make_tensor_value_info(name, TensorProto.INT64 if name == "kept" else TensorProto.FLOAT, shapes[name])
         for name in given
     ]
-    attributes = {"scale": 0.0, "causal": 0, "zero_hidden_rows": 0, "precision": 32, "any_order": 0} | attributes
+    attributes = {"scale": 0.0, "causal": 0, "zero_hidden_rows": 0, "precision": 32} | attributes
     flags = [attributes[name] == 1 for name in ("causal", "zero_hidden_rows")]
     layouts = {"by_heads": frozenset(by_heads), "by_rows": frozenset(names) - frozenset(by_heads)}
     uses = uses or Uses(
@@ -68,6 +68,7 @@ def node_model(
         kept,
         **layouts,
         softcap="softcap" in attributes,
+        reproducible="reproducible" in attributes,
     )
     node = helper.make_node(
         PACKED_OP_TYPE if kept else "NoMADAttention",

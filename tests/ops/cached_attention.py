@@ -39,6 +39,7 @@ class Setup:
         kind: content of the cache: float; codes (key codes, int8 values); codes_float (key codes, float values).
         width: bytes per token and head in both caches of kind codes; 0: the bytes that each cache needs.
         precision: bits of the matrix operands in calls of many tokens.
+        reproducible: the node has this attribute, so calls of few tokens have that precision too.
         by_heads: names of inputs with shape [B, heads, S, D].
         rotary: half, interleaved or None.
         window: number of recent tokens with exact keys.
@@ -67,6 +68,7 @@ class Setup:
     prompt_sparsity: tuple[float, float] = (0.3, 0.5)
     width: int = 0
     precision: int = 32
+    reproducible: bool = False
     softcap: float = 0.0
 
     @property
@@ -201,10 +203,10 @@ def node_model(
             "causal": int(setup.causal),
             "zero_hidden_rows": int(setup.zero_hidden_rows),
             "precision": setup.precision,
-            "any_order": 0,
             "rotary_interleaved": int(setup.rotary == "interleaved"),
         }
         | ({"softcap": setup.softcap} if setup.softcap else {})
+        | ({"reproducible": "everywhere"} if setup.reproducible else {})
         | attributes,
     )
     outputs = [
@@ -314,7 +316,8 @@ class Call:
         tokens = setup.prompt + self.past[b] + added
         if mask is not None:
             mask = np.broadcast_to(mask, (len(self.q), setup.heads, self.q.shape[2], total))[b, :, :added, :tokens]
-        if exact or self.q.shape[2] > SHORT or setup.head_dim % 16:
+        precision = setup.precision if self.q.shape[2] > SHORT or setup.reproducible else 32
+        if exact or self.q.shape[2] > SHORT or setup.reproducible or setup.head_dim % 16:
             whole = np.zeros((setup.heads, added, tokens), np.float32) if mask is None else mask.copy()
             if setup.causal:
                 whole[:, ~np.tri(added, tokens, tokens - added, dtype=bool)] = -np.inf
@@ -322,14 +325,13 @@ class Call:
             v = self.v[b].repeat(group, 0)
             if not setup.slots or self.q.shape[2] > SHORT:
                 k = self.keys_of(b, 0).repeat(group, 0)
-                precision = setup.precision if self.q.shape[2] > SHORT else 32
                 assert_attention_close(
                     y[:, sees], q[:, sees], k, v, scale, whole[:, sees], False, precision, setup.softcap
                 )
                 return
             for i in np.flatnonzero(sees):
                 k, at = self.keys_of(b, i).repeat(group, 0), slice(i, i + 1)
-                assert_attention_close(y[:, at], q[:, at], k, v, scale, whole[:, at], softcap=setup.softcap)
+                assert_attention_close(y[:, at], q[:, at], k, v, scale, whole[:, at], False, precision, setup.softcap)
             return
         for kv_head in range(setup.kv_heads):
             heads = slice(kv_head * group, (kv_head + 1) * group)

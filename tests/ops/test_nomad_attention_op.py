@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from ortolan import _testing
 from ortolan.graph_passes.operators.nomad_attention_function import Uses
 from ortolan.graph_passes.operators.nomad_cache_function import CacheUses, nomad_cache_function
 
 from ..sampling import examples
 from .attention import LOWEST, Floats, assert_attention_close
 from .attention_node import node_model
-from .single_node import session
+from .single_node import assert_same_bits, session
 
 
 def by_heads(x: Floats, heads: int) -> Floats:
@@ -302,17 +303,43 @@ def test_threads_and_long_sequences(threads: int) -> None:
 
 def test_precision_16_rounds_and_the_body_does_not() -> None:
     case = Case(1, queries=40, keys=40, head_dim=64, mask=(2, 1, 1, 40))
-    kernel, body = runs(node_model(4, precision=16), case.feeds)
+    kernel, body = runs(node_model(4, precision=16, reproducible="everywhere"), case.feeds)
     case.check(body)
     case.check(kernel, precision=16)
     with pytest.raises(AssertionError, match="over bound"):
         case.check(kernel)
 
 
-def test_any_order_keeps_to_the_precision() -> None:
+def test_the_fastest_order_keeps_to_the_precision() -> None:
     case = Case(1, queries=200, keys=200, head_dim=64, mask=(2, 1, 1, 200))
-    for y in runs(node_model(4, precision=16, any_order=1), case.feeds):
+    for y in runs(node_model(4, precision=16), case.feeds):
         case.check(y, precision=16)
+
+
+@pytest.mark.parametrize("queries", [1, 3, 40])
+def test_reproducible_nodes_have_the_bits_of_the_scalar_kernel(queries: int) -> None:
+    """Calls with few queries too, which other nodes compute in an order that depends on the CPU."""
+    case = Case(1, queries=queries, keys=40, head_dim=20)
+    (y, _) = runs(node_model(4, mask=False, precision=16, reproducible="everywhere"), case.feeds)
+    query, key, value = (by_heads(case.feeds[name], 4) for name in ("query", "key", "value"))
+    for b in range(2):
+        for head in range(4):
+            given = query[b, head : head + 1], key[b, head], value[b, head], 20**-0.5
+            expected = _testing.nomad_attention(*given, kernel="scalar/16")[0]
+            assert_same_bits(by_heads(y, 4)[b, head], expected)
+
+
+@pytest.mark.parametrize(("any_order", "now"), [(0, {"reproducible": "everywhere"}), (1, {})])
+def test_older_files_keep_their_order(any_order: int, now: dict[str, str]) -> None:
+    """Files that were written before `reproducible` existed have any_order."""
+    case = Case(1, queries=60, keys=60, head_dim=64)
+    older = node_model(4, mask=False, precision=16)
+    older.ClearField("functions")
+    older.graph.node[0].attribute.append(helper.make_attribute("any_order", any_order))
+    found, expected = (
+        session(model).run(None, case.feeds)[0] for model in (older, node_model(4, mask=False, precision=16, **now))
+    )
+    assert_same_bits(found, expected)
 
 
 def test_shapes_are_inferred(tmp_path) -> None:
@@ -337,7 +364,8 @@ def test_shapes_are_inferred(tmp_path) -> None:
         ({"kv_num_heads": 3}, "num_heads is 4 and kv_num_heads 3"),
         ({"causal": 2}, "causal is 2, expected 0 or 1"),
         ({"zero_hidden_rows": -1}, "zero_hidden_rows is -1, expected 0 or 1"),
-        ({"any_order": 2}, "any_order is 2, expected 0 or 1"),
+        ({"reproducible": "here"}, "reproducible is 'here', expected 'everywhere' or no value"),
+        ({"reproducible": "everywhere"}, "reproducible is 'everywhere' with precision 32, expected precision 16"),
         ({"precision": 8}, "precision is 8, expected 32 or 16"),
         ({"scale": float("nan")}, "scale is nan, expected a finite value"),
         ({"softcap": -1.0}, "softcap is -1, expected 0, or"),

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ortolan import _native
+from ortolan import _native, _testing
 
 from ..sampling import examples
 from .attention import LOWEST
-from .cached_attention import SHORT, Call, Decoder, Setup, gqa_model, node_model, run_shared
-from .single_node import session
+from .cached_attention import Call, Decoder, Setup, gqa_model, node_model, run_shared
+from .single_node import assert_same_bits, session
 
 CALLS = (7, 1, 1, 3, 9, 2, 1, 4, 8, 1)  # tokens per call; 37 in all
 kinds = pytest.mark.parametrize("kind", ["float", "codes", "codes_float"])
@@ -60,14 +60,14 @@ def test_heads_and_threads(heads: int, kv_heads: int, head_dim: int, threads: in
         call.check(ours.run(None, call.feeds))
 
 
-@pytest.mark.parametrize("any_order", [0, 1])
+@pytest.mark.parametrize("reproducible", [True, False])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "masked"), [(4, 2, 36, False), (4, 2, 36, True), (3, 1, 64, True)]
 )
-def test_prompts_of_bf16(any_order: int, heads: int, kv_heads: int, head_dim: int, masked: bool) -> None:
-    """Matrix products of calls with more than SHORT tokens use bf16, with and without a mask per head."""
-    setup = Setup(heads, kv_heads, head_dim, rotary="half", mask=masked, precision=16)
-    ours, decoder = session(node_model(setup, any_order=any_order), threads=2), Decoder(setup)
+def test_prompts_of_bf16(reproducible: bool, heads: int, kv_heads: int, head_dim: int, masked: bool) -> None:
+    """Calls may round to bf16 if they have more than SHORT tokens. Reproducible ones always do."""
+    setup = Setup(heads, kv_heads, head_dim, rotary="half", mask=masked, precision=16, reproducible=reproducible)
+    ours, decoder = session(node_model(setup), threads=2), Decoder(setup)
     rng = np.random.default_rng(head_dim)
     for queries in (40, 1, 9, 3, 130):
         mask = None
@@ -78,9 +78,32 @@ def test_prompts_of_bf16(any_order: int, heads: int, kv_heads: int, head_dim: in
         call = decoder.call(queries, mask=mask)
         outputs = ours.run(None, call.feeds)
         call.check(outputs, exact=masked)
-        if queries > SHORT and not any_order:
+        if reproducible:
             with pytest.raises(AssertionError, match="over bound"):
                 replace(call, setup=replace(setup, precision=32)).check(outputs, exact=masked)
+
+
+def test_reproducible_calls_have_the_bits_of_the_scalar_kernel() -> None:
+    """Short calls too, which other nodes compute in an order that depends on the CPU."""
+    setup = Setup(6, 2, 36, precision=16, reproducible=True)
+    ours, decoder = session(node_model(setup), threads=2), Decoder(setup, 2)
+    for queries in (40, 1, 3, 9):
+        call = decoder.call(queries)
+        y = ours.run(None, call.feeds)[0].reshape(2, queries, 6, 36)
+        for b in range(2):
+            for head in range(6):
+                given = call.q[b, head : head + 1], call.k[b][head // 3], call.v[b][head // 3], 36**-0.5
+                alone = _testing.nomad_attention(*given, causal=True, kernel="scalar/16")
+                assert_same_bits(y[b, :, head], alone[0])
+
+
+@kinds
+def test_reproducible_calls_over_every_kind_of_cache(kind: str) -> None:
+    setup = Setup(4, 2, 32, kind, rotary="half", precision=16, reproducible=True)
+    ours, decoder = session(node_model(setup), threads=2), Decoder(setup)
+    for queries in CALLS:
+        call = decoder.call(queries)
+        call.check(ours.run(None, call.feeds))
 
 
 @pytest.mark.parametrize("kind", ["codes", "codes_float"])

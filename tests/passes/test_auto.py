@@ -413,6 +413,24 @@ def test_two_four(inject: Callable[..., Any], name: str) -> None:
     assert all(layer.storage == "2:4" for layer in report.layers)
 
 
+@pytest.mark.parametrize("sparsity", [None, 0.5])
+def test_reproducible_formats_round_to_integers(sparsity: float | None) -> None:
+    names, all_names = ({one.name for one in candidates_for(True, sparsity, where)} for where in ("everywhere", None))
+    assert all_names - names == {"bf16"} | ({"pruned bf16"} & all_names)
+
+
+def test_a_reproducible_search_fuses_attention_without_bf16(inject: Callable[..., Any]) -> None:
+    """ONNX Runtime's attention and bf16 layers depend on the CPU, so neither is tried, although both are fastest."""
+    inject({"bf16": 0.1, "int8": 0.5}, 5.0)
+    found = ortolan.search(
+        ir.to_proto(tiny.tiny_bert()), budget=lambda *_: True, shapes=[(1, 20)], reproducible="everywhere"
+    )
+    assert found.search is not None and {trial.attention for trial in found.search.trials if trial.chosen} == {True}
+    assert {layer.chosen for layer in found.search.layers} == {"int8"}
+    wheres = [step.options.reproducible for step in found.passes if "reproducible" in step.options.names()]
+    assert wheres == ["everywhere"] * 2
+
+
 def test_recipes_select_layers_by_name() -> None:
     bf16, int8 = candidates_for(True, None)[:2]
     recipe = make_recipe({bf16: ["a*"], int8: ["b[0]"]}, verify={})

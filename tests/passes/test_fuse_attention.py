@@ -268,13 +268,20 @@ def test_decoders_with_rotated_keys_stay() -> None:
     assert "NoMADAttention" not in op_types(report.model) and reasons(report)
 
 
-def test_any_order_is_of_bf16_and_reaches_the_nodes() -> None:
-    with pytest.raises(RecipeError, match=r'any_order = true needs precision = "bf16"; precision is "f32"'):
-        recipe(precision="f32", any_order=True)
-    report = ortolan.optimize_onnx(onnx_model(tiny.tiny_bert()), recipe=recipe(precision="bf16", any_order=True))
+@pytest.mark.parametrize("where", [None, "everywhere"])
+def test_reproducible_reaches_the_nodes(where: str | None) -> None:
+    model = onnx_model(tiny.tiny_bert())
+    report = ortolan.optimize_onnx(model, recipe=recipe(precision="bf16"), reproducible=where)
     assert report.model is not None
     nodes = [node for node in report.model.graph.node if node.op_type == "NoMADAttention"]
     assert nodes
     for node in nodes:
-        told = {one.name: one.i for one in node.attribute}
-        assert (told["precision"], told["any_order"]) == (16, 1)
+        told = {one.name: helper.get_attribute_value(one) for one in node.attribute}
+        assert (told["precision"], told.get("reproducible")) == (16, where and where.encode())
+    (function,) = (one for one in report.model.functions if one.name == "NoMADAttention")
+    assert ["reproducible" in {one.name for one in function.attribute_proto}] == [where is not None]
+
+
+def test_reproducible_needs_bf16() -> None:
+    with pytest.raises(RecipeError, match=r'reproducible = "everywhere" needs precision = "bf16"; precision is "f32"'):
+        recipe(precision="f32", reproducible="everywhere")

@@ -71,16 +71,16 @@ def test_prompts_of_bf16(form: str, head_dim: int) -> None:
     assert report.portable and of_attention(report) == [BECAME]
     nodes = [node for node in found.graph.node if node.op_type == "NoMADAttention"]
     set_to = [{one.name: one.i for one in node.attribute} for node in nodes]
-    assert [(one["precision"], one["any_order"]) for one in set_to] == [(16, 1)] * LAYERS
+    assert [one["precision"] for one in set_to] == [16] * LAYERS and "reproducible" not in set_to[0]
     cuts = (70, 71, 72) if form == "gqa" else (70, 71, 72, 80, 81)
     expected = decode(model, cuts)
     assert distance(decode(found, cuts), expected) < LAYERS * ROUNDING["bf16"]
-    for node in nodes:  # with any_order = 0, every CPU rounds to bf16
-        next(one for one in node.attribute if one.name == "any_order").i = 0
-    assert 1e-5 < distance(decode(found, cuts), expected) < LAYERS * ROUNDING["bf16"]
+    same, _ = fused(model, precision="bf16", reproducible="everywhere")  # every CPU rounds to bf16
+    assert 1e-5 < distance(decode(same, cuts), expected) < LAYERS * ROUNDING["bf16"]
     feeds = prompt(model, tokens=20)
-    for one, other in zip(run(found, feeds, library=False), run(model, feeds), strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-5)
+    for without_library in (found, same):
+        for one, other in zip(run(without_library, feeds, library=False), run(model, feeds), strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-5)
 
 
 @pytest.mark.parametrize("form", FORMS)

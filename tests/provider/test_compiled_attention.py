@@ -272,6 +272,7 @@ LARGE = 1 << 40
         ({"zero_hidden_rows": -1}, "a flag is -1"),
         ({"is_precise": 2}, "a flag is 2"),
         ({"is_beside_cache": 2}, "a flag is 2"),
+        ({"reproducible": 2}, "a flag is 2"),
         ({"zero_rows": 0}, "has another type than its step expects"),
         ({"zero_rows": -2}, "input/output index -2"),
         ({"has_cache": 1}, "."),

@@ -279,6 +279,30 @@ def test_awkward_values_survive_toml(name, globs, sparsity):
     assert Recipe.from_toml(recipe.to_toml()) == recipe
 
 
+@pytest.mark.parametrize(
+    "form", [{"weights": "int8"}, {"weights": "int4"}, {"pattern": "4x1"}, {"weights": "int8", "cache": "codes"}]
+)
+def test_reproducible_is_set_in_all_passes_that_replace_attention(form):
+    recipe = Recipe.of(**form).reproducing("everywhere")
+    steps = [step.options for step in recipe.passes if "reproducible" in step.options.names()]
+    assert len(steps) == 2 and all(options.reproducible == "everywhere" for options in steps)
+    assert Recipe.from_toml(recipe.to_toml()) == recipe
+    assert recipe.with_options({"reproducible": None}) == Recipe.of(**form) == Recipe.of(**form).reproducing(None)
+
+
+@pytest.mark.parametrize("form", [{"weights": "bf16"}, {"sparsity": 0.5}, {"sparsity": 0.5, "pattern": "2:4"}])
+def test_layers_whose_bits_depend_on_the_cpu_refuse_reproducible(form):
+    with pytest.raises(
+        RecipeError, match=r"makes layers whose bits depend on the CPU .*; give weights='int8' or 'int4'"
+    ):
+        Recipe.of(**form).reproducing("everywhere")
+
+
+def test_reproducible_needs_attention_in_bf16():
+    with pytest.raises(RecipeError, match='reproducible = "everywhere" needs precision = "bf16"; precision is "f32"'):
+        Recipe.of(cache="float32").reproducing("everywhere")
+
+
 def test_passes_of_one_name_are_told_apart_by_number():
     recipe = Recipe.from_toml(PRUNE + 'select = ["a"]\n[[pass]]\nname = "prune"\nselect = ["b"]\n')
     changed = recipe.with_options({"prune.2.sparsity": 0.7, "prune.1.scope": "global"})

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -329,7 +330,11 @@ def _nomad_attention(sizes: Sizes) -> list[Work]:
     works = [
         _exact_work(f"encoder {tokens} tokens, 12 heads of {width // 2}", 12, 12, width // 2, tokens, causal=0),
         _exact_work(f"causal {tokens} tokens, {heads}/{kv_heads} heads of {width}", heads, kv_heads, width, tokens, 1),
-        _exact_work(f"bf16 {tokens} tokens, 12 heads of {width // 2}", 12, 12, width // 2, tokens, 0, precision=16),
+        *(
+            _exact_work(f"{name} {tokens} tokens, 12 heads of {size}", 12, 12, size, tokens, 0, bf16)
+            for size in (width // 2, width // 4)
+            for name, bf16 in (("bf16", {}), ("bf16 reproducible", {"reproducible": "everywhere"}))
+        ),
     ]
     for name, context, d_sub in (
         ("codes d_sub 1", sizes.context, 1),
@@ -343,9 +348,17 @@ def _nomad_attention(sizes: Sizes) -> list[Work]:
 
 
 def _exact_work(
-    name: str, heads: int, kv_heads: int, width: int, tokens: int, causal: int, precision: int = 32
+    name: str,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    tokens: int,
+    causal: int,
+    bf16: Mapping[str, str] | None = None,
 ) -> Work:
-    attributes = {"num_heads": heads, "kv_num_heads": kv_heads, "causal": causal, "precision": precision}
+    """Return attention without a cache. bf16: more attributes of a node of precision 16; None: precision 32."""
+    attributes: dict[str, Any] = {"num_heads": heads, "kv_num_heads": kv_heads, "causal": causal}
+    attributes |= {"precision": 32} if bf16 is None else {"precision": 16, **bf16}
     shapes = {"query": (1, tokens, heads * width)}
     shapes |= dict.fromkeys(("key", "value"), (1, tokens, kv_heads * width))
 

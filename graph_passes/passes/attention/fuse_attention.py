@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.errors import RecipeError
 from ortolan.progress import Stage
 
 from ...find.attention import LAYOUTS, Attention, NotAttention, find_attentions
@@ -18,25 +16,8 @@ from ...measure.feeds import has_past
 from ...names import ORTOLAN_DOMAIN
 from ...operators.nodes import fill_missing, new_initializer, nodes_of, put_function
 from ...operators.nomad_attention_function import INPUTS, OP_TYPE, nomad_attention_function, uses_of
-from ...options import takes
 from ...report.lines import count
 from .rewrite import ROUNDING, AttentionOptions, AttentionRewrite, Refused
-
-
-@dataclass(frozen=True)
-class FuseAttentionOptions(AttentionOptions):
-    """Options of pass `fuse_attention`."""
-
-    # Only with bf16: allow any order of summation. This is faster on some CPUs, but the last bits depend on the CPU.
-    any_order: bool = field(default=False, metadata=takes("bool"))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.any_order and self.precision != "bf16":
-            raise RecipeError(
-                f'any_order = true needs precision = "bf16"; precision is "{self.precision}", for which the order of '
-                "sums is fixed; leave any_order out"
-            )
 
 
 class FuseAttentionPass(AttentionRewrite[Attention]):
@@ -45,8 +26,7 @@ class FuseAttentionPass(AttentionRewrite[Attention]):
     pass_name = "fuse_attention"
     stage = Stage.FUSE_ATTENTION
     refusal = "attention not fused"
-    options_type = FuseAttentionOptions
-    options: FuseAttentionOptions
+    options_type = AttentionOptions
 
     def find(self, model: ir.Model) -> Sequence[Attention | NotAttention]:
         """Return the attention without a cache. Passes compress_cache and fuse_cached_attention replace the rest."""
@@ -95,7 +75,7 @@ class FuseAttentionPass(AttentionRewrite[Attention]):
         return ir.node(
             OP_TYPE,
             [operands["query"], mask, operands["key"], operands["value"]],
-            self.attributes(match, self.options.any_order),
+            self.attributes(match),
             domain=ORTOLAN_DOMAIN,
             name=match.node.name,
         )

@@ -9,14 +9,15 @@ from typing import ClassVar, Generic, TypeVar
 
 import onnx_ir as ir
 
+from ortolan.errors import RecipeError
 from ortolan.progress import Stage
 
 from ...find.attention import Attention, NotAttention
 from ...find.cached_attention import CachedAttention
 from ...find.constants import remove_unused
-from ...names import ORTOLAN_DOMAIN
+from ...names import EVERYWHERE, ORTOLAN_DOMAIN
 from ...operators.nodes import declare_operators
-from ...operators.nomad_attention_function import OP_TYPE
+from ...operators.nomad_attention_function import OP_TYPE, REPRODUCIBLE, SOFTCAP
 from ...options import Globs, PassOptions, any_matches, takes
 from ..context import RecipePass
 from ..normalize import require_normalized
@@ -41,6 +42,16 @@ class AttentionOptions(PassOptions):
     exclude: Globs = field(default=(), metadata=takes("globs"))
     # bf16: the inputs of both MatMuls are rounded to bfloat16.
     precision: str = field(default="f32", metadata=takes("str", choices=tuple(PRECISION)))
+    # everywhere: the same bits on every CPU. None: the fastest order of sums, which depends on the CPU.
+    reproducible: str | None = field(default=None, metadata=takes("str", choices=(EVERYWHERE,), none=True))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reproducible is not None and self.precision != "bf16":
+            raise RecipeError(
+                f'reproducible = "{self.reproducible}" needs precision = "bf16"; precision is "{self.precision}", '
+                "whose bits depend on the CPU; leave reproducible out"
+            )
 
 
 class AttentionRewrite(RecipePass, Generic[Match]):
@@ -122,21 +133,21 @@ class AttentionRewrite(RecipePass, Generic[Match]):
     def finish(self, model: ir.Model, nodes: Sequence[ir.Node]) -> None:
         """Fill in missing inputs of all nodes, and add the operator's ONNX function."""
 
-    def attributes(self, match: Match, any_order: bool) -> dict[str, ir.Attr | int | float]:
-        """Return the attributes that every node of the operator has.
-
-        any_order allows a faster order of sums; the last bits of results then depend on the CPU.
-        """
-        attributes: dict[str, ir.Attr | int | float] = {
+    def attributes(self, match: Match) -> dict[str, ir.Attr | int | float | str]:
+        """Return the attributes of nodes with and without a cache."""
+        attributes: dict[str, ir.Attr | int | float | str] = {
             "num_heads": match.heads,
             "kv_num_heads": match.kv_heads,
             "scale": float(match.scale),
             "causal": int(match.causal),
             "zero_hidden_rows": int(match.zero_hidden_rows),
             "precision": PRECISION[self.options.precision],
-            "any_order": int(any_order),
         }
-        return attributes | ({"softcap": float(match.softcap)} if match.softcap else {})
+        if match.softcap:
+            attributes[SOFTCAP.name] = float(match.softcap)
+        if self.options.reproducible is not None:
+            attributes[REPRODUCIBLE.name] = self.options.reproducible
+        return attributes
 
     @property
     def verb(self) -> str:

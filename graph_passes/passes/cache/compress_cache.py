@@ -233,8 +233,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
             **self._prompt_inputs(model, graph, match),
         }
         exact = given["past_exact_key"] is not None
-        # Calls of one token use the CPU's order of sums regardless of this attribute.
-        attributes = self.attributes(match, any_order=True) | {"rotary_interleaved": int(match.interleaved)}
+        attributes = self.attributes(match) | {"rotary_interleaved": int(match.interleaved)}
         if exact:
             attributes |= {"window": self.options.window, "sinks": self.options.sinks}
         if prompt is not None:
@@ -398,6 +397,7 @@ def _with_others(uses: CacheUses | None, others: Sequence[ir.Node]) -> CacheUses
         causal=uses.causal or own.causal,
         zero_hidden_rows=uses.zero_hidden_rows or own.zero_hidden_rows,
         softcap=uses.softcap or own.softcap,
+        reproducible=uses.reproducible or own.reproducible,
     )
 
 
@@ -456,6 +456,7 @@ def _find_uses(
         causal=any(match.causal for match in chosen),
         zero_hidden_rows=any(match.zero_hidden_rows for match in chosen),
         softcap=any(match.softcap for match in chosen),
+        reproducible=options.reproducible is not None,
         lengths=any(match.lengths is not None for match in chosen),
         rotary=rotary,
         equal_rows=options.equal_rows,

@@ -30,7 +30,7 @@ class FuseCachedAttentionPass(CompressCachePass):
 
     def __init__(self, options: AttentionOptions, context: PassContext) -> None:
         floats = CompressCacheOptions(
-            options.select, options.exclude, options.precision, keys="float32", values="float32"
+            options.select, options.exclude, options.precision, options.reproducible, keys="float32", values="float32"
         )
         super().__init__(floats, context)
 
