@@ -8,7 +8,8 @@
             such as those with weights on a 4-bit grid, come first and always change
     budget  error budget: 4 bits in all layers are tried first, before any layer is measured. If that exceeds the
             budget, bisection finds the furthest point of the path at which the whole model is within it
-            byte budget: the path is followed until the files are small enough
+            byte budget: the path is followed until the files are small enough. Output heads take part, unless they
+            share their weight with a word embedding: the table would then be stored once more
 
 Groups without subgroups (group_size 64 and 128) have only 4 and 8 bits. The result is an ordinary recipe: that of the
 int4 format, with some layers in more bits.
@@ -16,19 +17,25 @@ int4 format, with some layers in more bits.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from ortolan.errors import VerificationError
 from ortolan.progress import Progress
 
+from ..find.constants import float_array
+from ..find.embedding import find_embeddings
+from ..find.linear import linears_in
 from ..forms import Form
 from ..measure.evidence import Evidence
 from ..measure.feeds import Feeds
+from ..options import HEADS
 from ..recipe import Recipe
 from ..report.search import AutoReport, LayerChoice, PathPoint
 from .budget import Limit
@@ -39,6 +46,7 @@ from .path import Step, convex, estimate
 from .trials import Made, Trials
 
 _FEEDS = 16  # limit of the feeds on which the whole model is evaluated
+_ROWS_TO_COMPARE = 16  # rows of a word embedding that are compared with a head's columns
 _FINEST = 32  # bisection stops at 1/32 of the path
 FOUR, FIVE, SIX = (Candidate(name, "W4A8MatMul") for name in ("int4", "int5", "int6"))
 EIGHT = Candidate("int8", "W8A8MatMul")
@@ -75,6 +83,9 @@ class BitSearch:
         settings.limit.check_model(evidence.source.model)
         evidence.feeds()
         self._limit = settings.limit_for(evidence)
+        if self._limit.is_size and HEADS in self._form.ignore and not has_tied_head(evidence.source.model):
+            others = tuple(glob for glob in self._form.ignore if glob != HEADS)
+            self._form = dataclasses.replace(self._form, ignore=others)
         self.report = AutoReport(str(self._limit), [], saves="bytes")
 
     def run(self) -> Made:
@@ -202,6 +213,17 @@ class BitSearch:
         }
         others = "".join(f", {bits} in {count}" for bits, count in counts.items() if count or bits == 8)
         report.outcome = f"4 bits in {best.trial.layers} layers{others}; {best.trial.found}; budget: {report.budget}"
+
+
+def has_tied_head(model: ir.Model) -> bool:
+    """Return True if an output head shares its weight with a word embedding, as one tensor or as two equal ones."""
+    heads = [linear for linear in linears_in(model) if linear.matches((HEADS,))]
+    return any(
+        (head.n, head.k) == (table.rows, table.width)
+        and np.array_equal(float_array(table.tensor)[:_ROWS_TO_COMPARE], head.matrix()[:, :_ROWS_TO_COMPARE].T)
+        for table in (find_embeddings(model.graph) if heads else ())
+        for head in heads
+    )
 
 
 def _steps(group: Sequence[LayerChoice], total: int) -> Iterator[list[Step]]:

@@ -14,7 +14,7 @@ from onnx import numpy_helper
 import ortolan
 from ortolan import Recipe
 from ortolan.errors import ArgumentError, VerificationError
-from ortolan.graph_passes.auto.bits import FOUR, _order, _steps
+from ortolan.graph_passes.auto.bits import FOUR, _order, _steps, has_tied_head
 from ortolan.graph_passes.auto.budget import Limit, read_limit
 from ortolan.graph_passes.auto.path import Step
 from ortolan.graph_passes.report.search import LayerChoice, MeasuredForm
@@ -74,6 +74,17 @@ def test_a_budget_of_bytes_is_kept_with_as_little_error_as_it_allows(model: onnx
     assert bits(report)[4] and any(bits(report)[more] for more in (5, 6))
     with pytest.raises(VerificationError, match=r"no choice of 4, 5, 6 and 8 bits is within .* 4 bits in all"):
         mixed(model, max_bytes="10KB")
+
+
+def test_untied_heads_take_part_in_a_budget_of_bytes(model: onnx.ModelProto) -> None:
+    other = ir.to_proto(tiny.tiny_llama(vocab_size=1100))
+    assert has_tied_head(ir.from_proto(other))
+    (head,) = (tensor for tensor in other.graph.initializer if "lm_head" in tensor.name)
+    head.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(head) + np.float32(0.01), head.name))
+    assert not has_tied_head(ir.from_proto(other))
+    # The table of this model is too small to be stored as integers.
+    least = mixed(model, max_bytes=1 + size(mixed(model, 0.5)) * 97 // 100)
+    assert {layer.weight_bits for layer in least.layers if "lm_head" in layer.name} < {4, 5, 6}
 
 
 def test_float_scales_have_only_4_and_8_bits(model: onnx.ModelProto) -> None:
