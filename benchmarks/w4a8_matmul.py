@@ -224,7 +224,8 @@ def subgroup_node(rng: np.random.Generator, k: int, n: int, bits: int) -> Node:
     rows = -(-k // TILE_INPUTS) * TILE_INPUTS // SUBGROUP_SIZE
     zeros = rng.integers(0, 2**bits, (rows, n), dtype=np.uint8)
     steps = (127 // np.maximum(zeros, 2**bits - 1 - zeros)).astype(np.uint8)
-    constants: list[np.ndarray | None] = [_native.pack_int4_group(q & 15), packed_rows(scales), *[None] * 6]
+    constants: list[np.ndarray | None] = [_native.pack_int4_group(q & np.uint8(15)), packed_rows(scales)]
+    constants += [None] * 6
     constants.append(_native.pack_group_rows(np.minimum(steps, 2 ** (8 - bits) - 1) | zeros << (8 - bits)))
     if bits > 4:
         constants.append(_native.pack_high_bits(q, bits))
