@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import mmap
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -30,6 +31,8 @@ _THREADS: ContextVar[int | None] = ContextVar("threads", default=None)
 _EXACT_SUMS = "session.x64quantprecision"
 # With value 1, a MatMulNBits that ONNX Runtime fuses from DequantizeLinear computes in float32.
 _BLOCKS_LEVEL = "session.qdq_matmulnbits_accuracy_level"
+# Parts of the names of operators that multiply integers, or that ONNX Runtime may fuse into such operators.
+_INTEGERS = re.compile("Integer|Linear|uantize|NBits|^Q[A-Z]")
 _DISABLED = "optimization.disable_specified_optimizers"
 
 
@@ -102,7 +105,7 @@ def open_quietly(
         folder = data_folder if isinstance(model, bytes) else model.parent if isinstance(content, bytes) else None
         return open_session(content, options, data_folder=folder)
 
-    if int8_products_saturate() and not _has_branches(model):
+    if int8_products_saturate() and not _has_integers_in_branches(model):
         # With exact sums, ONNX Runtime fails on tensors that two layers share, on blocks without zero points, and on
         # int8 inputs. If the model itself is invalid, the normal session below reports the error.
         with suppress(Exception):
@@ -127,16 +130,25 @@ def _mentions(model: Path | bytes, text: bytes) -> bool:
         return content.find(text) >= 0
 
 
-def _has_branches(model: Path | bytes) -> bool:
-    """Return whether a node has subgraphs; ONNX Runtime computes exact sums only in the main graph."""
+def _has_integers_in_branches(model: Path | bytes) -> bool:
+    """Return whether subgraphs may multiply integers; ONNX Runtime computes exact sums only in the main graph."""
     import onnx
 
     if not any(_mentions(model, name) for name in (b"then_branch", b"body")):
         return False
     graphs = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
+
+    def nodes_of_branches(holder: Any) -> Iterator[Any]:
+        for attribute in (one for node in holder.node for one in node.attribute if one.type in graphs):
+            for branch in (attribute.g, *attribute.graphs):
+                yield from branch.node
+                yield from nodes_of_branches(branch)
+
     proto = _read(model)
-    nodes = [node for holder in (proto.graph, *proto.functions) for node in holder.node]
-    return any(one.type in graphs for node in nodes for one in node.attribute)
+    in_branches = [node for holder in (proto.graph, *proto.functions) for node in nodes_of_branches(holder)]
+    # Branches may call functions.
+    in_functions = [node for function in proto.functions for node in function.node] if in_branches else []
+    return any(_INTEGERS.search(node.op_type) for node in (*in_branches, *in_functions))
 
 
 def _with_zero_points_of_blocks(model: Path | bytes) -> Path | bytes:
