@@ -23,6 +23,13 @@ std::string ValidateGroups(const BitmapLayout& layout, const GroupClaim& claim) 
     return ErrorText("k x n is ", claim.k, " x ", claim.n, ", expected 1 to ", layout.max_k, " x 1 to ", kMaxDimension);
   }
   const bool in_subgroups = claim.subgroups.size != 0;
+  if (in_subgroups && layout.value_bits != 4) {
+    return ErrorText("subgroup_size is ", claim.subgroups.size, ", expected 0 with ", layout.value_bits,
+                     "-bit weights");
+  }
+  if (!in_subgroups && claim.subgroups.bits != 4) {
+    return ErrorText("bits is ", claim.subgroups.bits, ", expected 4 without subgroups");
+  }
   if (in_subgroups && !IsGroupSizeOfSubgroups(claim.group)) {
     return ErrorText("group_size is ", claim.group, ", expected 64, 128 or 256 with subgroups");
   }

@@ -24,14 +24,14 @@ std::string ValidateSubgroups(const SubgroupClaim& claim, int64_t k, int64_t n) 
 std::vector<uint8_t> PackHighBits(const uint8_t* q, int64_t row_stride, int64_t k, int64_t n, int64_t bits) {
   constexpr int64_t kRowInputs = kInt4Bitmap.row_inputs;
   constexpr int64_t kRowBytes = kPanelColumns * kRowInputs;
-  const int64_t of_weight = bits - 4;
-  const int64_t rows_together = 8 / of_weight;
+  const int64_t high_bits = bits - 4;
+  const int64_t rows_together = 8 / high_bits;
   const int64_t panel_bytes = PanelHighBytes(k, bits);
   std::vector<uint8_t> packed(static_cast<size_t>(BitmapPanels(n) * panel_bytes));
   for (int64_t l = 0; l < k; ++l) {
     const int64_t row = l / kRowInputs;
     const int64_t first = row / rows_together * kRowBytes + l % kRowInputs;
-    const int64_t shift = 8 - of_weight * (row % rows_together + 1);
+    const int64_t shift = 8 - high_bits * (row % rows_together + 1);
     for (int64_t j = 0; j < n; ++j) {
       const int64_t byte = j / kPanelColumns * panel_bytes + first + j % kPanelColumns * kRowInputs;
       packed[static_cast<size_t>(byte)] |= static_cast<uint8_t>(q[l * row_stride + j] >> 4 << shift);

@@ -24,8 +24,8 @@ GroupOp::GroupOp(const OrtKernelInfo& info, const char* op_type, int64_t format_
   ConstantTensor subgroup_scales, high_bits;
   SubgroupView& subgroups = view.subgroups;
   subgroups.size = SubgroupSize(info);
+  subgroups.bits = IntAttributeOr(info, "bits", 4);
   if (view.HasSubgroups()) {
-    subgroups.bits = IntAttributeOr(info, "bits", 4);
     if (IsThere(info, "subgroup_scales")) subgroup_scales = Constant(info, "subgroup_scales");
     if (IsThere(info, "high_bits")) high_bits = Constant(info, "high_bits");
     subgroups.scales = static_cast<const uint8_t*>(subgroup_scales.data);

@@ -123,8 +123,9 @@ class Kernel {
       throw node_.Error("reproducible is 'everywhere' with precision ", node_.precision, ", expected precision 16");
     }
     // Older files have any_order instead: 0 asks for the same bits on every CPU with precision 16.
-    const bool is_older = IntAttributeOr(info, "any_order", 1) == 0 && node_.precision == 16;
-    node_.reproducible = where == "everywhere" || is_older;
+    const int64_t any_order = IntAttributeOr(info, "any_order", 1);
+    if (any_order != 0 && any_order != 1) throw node_.Error("any_order is ", any_order, ", expected 0 or 1");
+    node_.reproducible = where == "everywhere" || (any_order == 0 && node_.precision == 16);
   }
 
   void CheckNoCache(const OrtKernelInfo& info) const {

@@ -129,6 +129,9 @@ AttentionCompute::AttentionCompute(ContextReader& reader, const IoSlots& slots, 
   VisitAttention(record, spec_);
   spec_.reproducible = spec_.reproducible || reproducible;
   ReadParts(reader);
+  if (reproducible) {
+    for (const Part& part : parts_) CheckReproducible(part.packed, spec_.node);
+  }
   const bool has_all =
       spec_.inputs[0].slot && (!parts_.empty() || spec_.inputs[1].slot.has_value() == spec_.inputs[2].slot.has_value());
   const AttentionSpec::Cache& cache = spec_.cache;

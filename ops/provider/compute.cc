@@ -80,9 +80,10 @@ class LinearCompute : public StepCompute {
   }
 
   // Reads what Write has written after the step kind.
-  LinearCompute(ContextReader& reader, const IoSlots& slots) {
+  LinearCompute(ContextReader& reader, const IoSlots& slots, bool reproducible) {
     RecordReader record(reader, slots);
     Visit(record, spec_);
+    if (reproducible) CheckReproducible(*spec_.packed, spec_.node);
     MakePlan();
   }
 
@@ -318,7 +319,7 @@ std::unique_ptr<StepCompute> ReadStep(ContextReader& reader, const IoSlots& slot
   const int64_t kind = reader.Int();
   switch (static_cast<StepKind>(kind)) {
     case StepKind::kLayers:
-      return std::make_unique<LinearCompute>(reader, slots);
+      return std::make_unique<LinearCompute>(reader, slots, reproducible);
     case StepKind::kAttention:
       return std::make_unique<AttentionCompute>(reader, slots, reproducible);
     case StepKind::kCopy:

@@ -154,4 +154,10 @@ LinearLayer PackedLayers::Linear() const {
       packed_);
 }
 
+void CheckReproducible(const PackedLayers& layers, const std::string& node) {
+  if (!layers.IsBf16()) return;
+  throw OpError(ErrorText(node, ": the compiled model stores bf16 weights, whose products depend on the CPU; expected ",
+                          "int8 or int4 weights with reproducible 'everywhere'. Compile the model with this option"));
+}
+
 }  // namespace ortolan::provider

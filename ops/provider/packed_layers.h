@@ -2,6 +2,7 @@
 #pragma once
 
 #include <span>
+#include <string>
 #include <variant>
 #include <vector>
 
@@ -26,6 +27,8 @@ class PackedLayers {
   LinearLayer Linear() const;
   // Return the bias [columns], or null.
   const float* Bias() const { return bias_.empty() ? nullptr : bias_.data(); }
+  // True if products depend on the CPU.
+  bool IsBf16() const { return std::holds_alternative<Bf16Columns>(packed_); }
 
  private:
   void Pack(std::span<const Layer> layers);
@@ -35,5 +38,8 @@ class PackedLayers {
   std::vector<float> own_bias_;
   std::span<const float> bias_;  // points to own_bias_ or into a file
 };
+
+// Throws OpError if a layer of a compiled model multiplies in bf16, whose bits depend on the CPU.
+void CheckReproducible(const PackedLayers& layers, const std::string& node);
 
 }  // namespace ortolan::provider

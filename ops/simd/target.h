@@ -83,7 +83,7 @@
 //                                           position 0
 //     ExpandBytesElse(fill, mask, p, first) the byte `fill` elsewhere
 //     ExpandWords(mask, p, first)           values of 2 bytes; each of the three may load 64 bytes from p
-//     MultiplyBytes(a, b)                   products of unsigned bytes, which must be below 256
+//     MultiplyBytes(a, b)                   products of unsigned bytes below 256; b as from RepeatEachByte
 //     RepeatEachByte(p)                     kLanes bytes, each repeated in its quad
 //     RepeatQuad(p)                         four bytes
 //     PickBytes(RepeatEight(p), positions)  for each position, 0 … 7, that byte of the eight at p

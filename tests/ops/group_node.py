@@ -16,6 +16,7 @@ from ortolan.graph_passes.operators.w4a8_matmul_function import INPUTS, Uses, w4
 from ortolan.graph_passes.operators.w8a8_matmul_function import w8a8_matmul_function
 
 from .groups import GroupLayer
+from .subgroups import SubgroupLayer
 
 
 def function(uses: Uses, opset: int = 17, unpack_once: bool = True, bits: int = 4) -> onnx.FunctionProto:
@@ -91,3 +92,41 @@ def node_model(
         ir_version=8,
         opset_imports=[helper.make_opsetid("", opset), helper.make_opsetid("ai.ortolan", 1)],
     )
+
+
+def subgroup_node_model(layer: SubgroupLayer) -> onnx.ModelProto:
+    """Return a model of one node "linear" without a function: input x [m, k], output y [m, n]."""
+    k, n = layer.q.shape
+    tensors = {
+        "weights": layer.packed_weights,
+        "scales": layer.packed_scales.view(layer.scales.dtype),
+        "subgroup_scales": layer.packed_subgroup_scales,
+    }
+    if layer.packed_high_bits is not None:
+        tensors["high_bits"] = layer.packed_high_bits
+    inputs = [name if name in tensors else "" for name in INPUTS[1 : INPUTS.index("subgroup_scales") + 2]]
+    node = helper.make_node(
+        "W4A8MatMul",
+        ["x", *inputs],
+        ["y"],
+        "linear",
+        domain="ai.ortolan",
+        k=k,
+        n=n,
+        format_version=2,
+        group_size=layer.group,
+        subgroup_size=layer.subgroup,
+        bits=layer.bits,
+        activation=0,
+        gated_columns=0,
+        norm_epsilon=-1.0,
+    )
+    graph = helper.make_graph(
+        [node],
+        "single",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["m", k])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["m", n])],
+        [numpy_helper.from_array(array, name) for name, array in tensors.items()],
+    )
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.ortolan", 1)]
+    return helper.make_model(graph, ir_version=8, opset_imports=opsets)

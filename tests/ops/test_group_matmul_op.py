@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto
+from onnx import TensorProto, helper, numpy_helper
 
 from ortolan.graph_passes.find.epilogue import Activation
 
 from .damages import damage
-from .group_node import node_model
+from .group_node import node_model, subgroup_node_model
 from .groups import GroupLayer
 from .linear_kinds import RESIDUALS, apply
 from .single_node import session
+from .subgroups import SubgroupLayer
 
 KINDS: Mapping[str, dict[str, Any]] = {
     "int8": {"bits": 8},
@@ -166,6 +167,91 @@ def test_malformed_nodes_are_refused(name: str, bits: int) -> None:
     change(model.graph.node[0], {tensor.name: tensor for tensor in model.graph.initializer})
     with pytest.raises(Exception, match="'linear': .*" + message):
         session(model)
+
+
+def five_bits() -> SubgroupLayer:
+    return SubgroupLayer.in_subgroups(np.random.default_rng(7), 200, 40, bits=5)
+
+
+@pytest.mark.parametrize("bits", [4, 5, 6])
+@pytest.mark.parametrize("m", [1, 4, 9])
+def test_subgroups(bits: int, m: int) -> None:
+    rng = np.random.default_rng(bits)
+    layer = SubgroupLayer.in_subgroups(rng, 300, 40, bits=bits)
+    x = rng.standard_normal((m, 300), dtype=np.float32)
+    layer.check(session(subgroup_node_model(layer)).run(None, {"x": x})[0], x)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("subgroup_size", 8, "subgroup_size is 8, expected 0, 16 or 32"),
+        ("subgroup_size", -1, "subgroup_size is -1, expected 0, 16 or 32"),
+        ("subgroup_size", 2**62, f"subgroup_size is {2**62}, expected 0, 16 or 32"),
+        ("subgroup_size", 32, "subgroup_scales have 768 elements, expected 384"),
+        ("subgroup_size", 0, "format_version is 2, this library reads 1"),
+        ("format_version", 1, "format_version is 1, this library reads 2"),
+        ("bits", 3, "bits is 3, expected 4, 5 or 6"),
+        ("bits", 7, "bits is 7, expected 4, 5 or 6"),
+        ("bits", 2**62, f"bits is {2**62}, expected 4, 5 or 6"),
+        ("bits", 4, "high_bits hold 1536 bytes, expected 0 for 4 bits"),
+        ("bits", 6, "high_bits hold 1536 bytes, expected 3072 for 6 bits"),
+        ("group_size", 0, "group_size is 0, expected 64, 128 or 256 with subgroups"),
+        ("group_size", 32, "group_size is 32, expected 64, 128 or 256 with subgroups"),
+    ],
+)
+def test_malformed_subgroups_are_refused(name: str, value: int, message: str) -> None:
+    model = subgroup_node_model(five_bits())
+    next(a for a in model.graph.node[0].attribute if a.name == name).i = value
+    with pytest.raises(Exception, match="'linear': .*" + message):
+        session(model)
+
+
+@pytest.mark.parametrize("name", ["subgroup_scales", "high_bits"])
+def test_subgroups_without_an_input_are_refused(name: str) -> None:
+    model = subgroup_node_model(five_bits())
+    node = model.graph.node[0]
+    node.input[list(node.input).index(name)] = ""
+    with pytest.raises(Exception, match=f"'linear'.*{name}"):
+        session(model)
+
+
+@pytest.mark.parametrize("name", ["subgroup_scales", "high_bits", "scales", "weights"])
+def test_inputs_of_one_element_are_refused(name: str) -> None:
+    model = subgroup_node_model(five_bits())
+    (tensor,) = (tensor for tensor in model.graph.initializer if tensor.name == name)
+    array = numpy_helper.to_array(tensor)
+    tensor.CopyFrom(numpy_helper.from_array(np.ones(1, array.dtype), name))
+    with pytest.raises(Exception, match=f"'linear'.*{name}"):
+        session(model)
+
+
+def test_bits_without_subgroups_are_refused() -> None:
+    model = node_model(GroupLayer.random(np.random.default_rng(7), 64, 40, 32))
+    model.graph.node[0].attribute.append(helper.make_attribute("bits", 5))
+    with pytest.raises(Exception, match=r"'linear': .*bits is 5, expected 4 without subgroups"):
+        session(model)
+
+
+def test_eight_bits_have_no_subgroups() -> None:
+    model = node_model(GroupLayer.random(np.random.default_rng(7), 64, 40, 64, bits=8))
+    model.graph.node[0].attribute.append(helper.make_attribute("subgroup_size", 16))
+    with pytest.raises(Exception, match=r"'linear': .*subgroup_size is 16, expected 0 with 8-bit weights"):
+        session(model)
+
+
+def test_damaged_subgroups_give_an_error_or_an_answer() -> None:
+    rng = np.random.default_rng(11)
+    original = subgroup_node_model(five_bits()).SerializeToString()
+    for _ in range(300):
+        model = onnx.ModelProto.FromString(original)
+        damage(rng, model)
+        try:
+            (y,) = session(model).run(None, {"x": np.ones((5, 200), np.float32)})
+        except Exception as error:
+            assert str(error)
+        else:
+            assert y.shape == (5, 40) and y.dtype == np.float32
 
 
 @each_kind

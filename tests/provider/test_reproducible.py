@@ -53,6 +53,15 @@ def test_compiled_models(when: str, tmp_path: Path) -> None:
         assert_same_bits(y, wanted)
 
 
+def test_compiled_bf16_layers_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model_ctx.onnx"
+    entries = {"ep__context_enable": "1", "ep__context_file_path": str(path)}
+    provider_session(built(TAKEN["usual"]), ep__ortolanexecutionprovider__precision="bf16", **entries)
+    provider_session(str(path))
+    with pytest.raises(Exception, match="stores bf16 weights, whose products depend on the CPU; expected int8"):
+        provider_session(str(path), **EVERYWHERE)
+
+
 ONE_ISA = """
 import hashlib
 from tests.provider import test_reproducible as test
