@@ -320,6 +320,9 @@ bool RunSomeProducts(const SimdCall& call, const Arguments& x) {
   ORTOLAN_TRY("DotPairs", S::StoreInt(out, S::DotPairs(S::LoadInt(c), S::LoadBytes(a), S::LoadBytes(b))));
   ORTOLAN_TRY("EvenBytes", S::StoreInt(out, S::EvenBytes(S::LoadBytes(a))));
   ORTOLAN_TRY("OddBytes", S::StoreInt(out, S::OddBytes(S::LoadBytes(a))));
+  ORTOLAN_TRY("MultiplyPairs", S::StoreInt(out, S::MultiplyPairs(S::LoadBytes(a), S::LoadBytes(b))));
+  ORTOLAN_TRY("MultiplyBytes", S::StoreBytes(out, S::MultiplyBytes(S::LoadBytes(a), S::LoadBytes(b))));
+  ORTOLAN_TRY("RepeatEachByte", S::StoreBytes(out, S::RepeatEachByte(a)));
   return false;
 }
 

@@ -161,6 +161,27 @@ def test_dot_products_of_quads_whose_pairs_fit(target: str) -> None:
         np.testing.assert_array_equal(one(target, "DotPairs", a, b, sums, dtype=np.int32), expected)
 
 
+@targets_with("MultiplyPairs")
+def test_products_of_pairs_of_bytes(target: str) -> None:
+    size = 4 * LANES[target]
+    a, b = random_bytes(3, size), random_bytes(4, size, np.int8)
+    b = np.clip(b, -64, 63).astype(np.int8)  # so that the sums fit
+    a[:2], b[:2] = 255, -64
+    expected = (a.astype(np.int32) * b).reshape(-1, 2).sum(axis=1)
+    found = one(target, "MultiplyPairs", a, b, dtype=np.int32)
+    np.testing.assert_array_equal(np.ascontiguousarray(found).view(np.int16), expected)
+
+
+@targets_with("MultiplyBytes", "RepeatEachByte")
+def test_repeated_bytes_and_products_with_them(target: str) -> None:
+    factors = random_bytes(5, 64) & 15
+    repeated = stored_bytes(target, "RepeatEachByte", factors)
+    np.testing.assert_array_equal(repeated, np.repeat(factors[: LANES[target]], 4))
+    a = random_bytes(6, 4 * LANES[target]) & 15
+    a[:4] = 15
+    np.testing.assert_array_equal(stored_bytes(target, "MultiplyBytes", a, repeated), a * repeated)
+
+
 @targets_with("EvenBytes", "OddBytes")
 def test_bytes_as_words(target: str) -> None:
     a = random_bytes(3, 4 * LANES[target], np.int8)
