@@ -110,8 +110,8 @@ def _plans(options: BenchOptions) -> list[Plan]:
         fixed = [kind for kind in kinds if kind in SUBGROUP_BITS]
         if fixed and options.kinds:
             raise OrtolanError(
-                f"--group-size is {options.group_size}, but kind {fixed[0]!r} has subgroups of {SUBGROUP_SIZE} in groups "
-                f"of {SUBGROUP_GROUP}; leave one of them out"
+                f"--group-size is {options.group_size}, but kind {fixed[0]!r} has subgroups of {SUBGROUP_SIZE} in "
+                f"groups of {SUBGROUP_GROUP}; leave one of them out"
             )
         kinds = tuple(kind for kind in kinds if kind not in SUBGROUP_BITS)
     check_quantized_inputs(options, "")

@@ -247,7 +247,7 @@ BenchGroupSize = Annotated[
     _GroupSize | None,
     typer.Option(
         "--group-size",
-        help="Inputs that share a scale, for int4; w4a8_matmul: not for kinds int4, int5, int6.",
+        help="Inputs that share a scale, for int4. w4a8_matmul: not for kinds int4, int5 and int6.",
         show_default=False,
     ),
 ]
