@@ -106,6 +106,14 @@ def _run_on_opencl(plans: Sequence[Plan], options: BenchOptions, progress: Progr
 
 def _plans(options: BenchOptions) -> list[Plan]:
     kinds = chosen_kinds(options, KINDS if options.device is None else GROUP_KINDS)
+    if options.group_size is not None:
+        fixed = [kind for kind in kinds if kind in SUBGROUP_BITS]
+        if fixed and options.kinds:
+            raise OrtolanError(
+                f"--group-size is {options.group_size}, but kind {fixed[0]!r} has subgroups of {SUBGROUP_SIZE} in "
+                f"groups of {SUBGROUP_GROUP}; leave one of them out"
+            )
+        kinds = tuple(kind for kind in kinds if kind not in SUBGROUP_BITS)
     check_quantized_inputs(options, "")
     if options.sparsity is not None:
         raise OrtolanError(f"--sparsity: {OP} stores every weight, whatever its value; leave it out")

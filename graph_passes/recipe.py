@@ -306,6 +306,11 @@ class Recipe:
             steps.append(replace(step, options=read_options(type(step.options), values, f"pass {step.name!r}")))
         return replace(self, passes=tuple(steps))
 
+    @property
+    def replaces_attention(self) -> bool:
+        """Return True if a pass replaces attention."""
+        return any(step.name in _OF_ATTENTIONS for step in self.passes)
+
     def reproducing(self, where: str | None) -> Recipe:
         """Return the recipe with option `reproducible` in all passes that replace attention.
 
@@ -313,7 +318,8 @@ class Recipe:
             where: "everywhere" for the same bits on every CPU; None: the recipe is unchanged.
 
         Raises:
-            RecipeError: The value is not allowed, or the recipe stores layers in bf16, whose bits depend on the CPU.
+            RecipeError: The value is not allowed, the recipe stores layers in bf16, whose bits depend on the CPU, or it
+                has no pass that replaces attention.
         """
         if where is None:
             return self
@@ -323,10 +329,14 @@ class Recipe:
         if makes_bf16 or any(one.op == "MaskedMatMul" for one in replacing):
             raise RecipeError(
                 f"reproducible is {where!r}, but recipe {self.name!r} makes layers whose bits depend on the CPU (bf16, "
-                "or skipped inputs); give weights='int8' or 'int4'"
+                "or skipped inputs); give weights='int8', 'int6', 'int5' or 'int4'"
             )
-        if not any("reproducible" in step.options.names() for step in self.passes):
-            return self
+        if not self.replaces_attention:
+            raise RecipeError(
+                f"reproducible is {where!r}, but recipe {self.name!r} has no pass that replaces attention, and the "
+                "bits of ONNX Runtime's attention depend on the CPU; add pass 'fuse_attention' with precision = "
+                '"bf16", or leave reproducible out'
+            )
         return self.with_options({"reproducible": where})
 
     def _full_name(self, index: int, option: str) -> str:

@@ -14,7 +14,8 @@ from ortolan.progress import Stage
 from ortolan.session import package_versions
 
 from .files.model_file import write_model
-from .names import EVERYWHERE, OPTIONS_KEY, RECIPE_KEY, VERSION_KEY
+from .find.linear import node_name
+from .names import EVERYWHERE, OPTIONS_KEY, ORTOLAN_DOMAIN, RECIPE_KEY, VERSION_KEY
 from .operators.declared_shapes import declare_shapes
 from .options import WORDS, Globs, any_matches
 from .passes.context import PassContext, RecipePass
@@ -24,6 +25,7 @@ from .passes.weight_groups import count_layers
 from .recipe import Recipe
 from .registry import PASSES
 from .report.figures import human_bytes
+from .report.lines import first_of
 
 # Optional passes: one that fails is skipped, unless the user's own recipe names it.
 OPTIONAL = frozenset(("embeddings", "fuse_attention", "fuse_cached_attention", "fuse_lut", "fuse_norm", "unpad"))
@@ -144,15 +146,31 @@ def _note_gainless(context: PassContext) -> None:
 
 
 def _note_irreproducible(recipe: Recipe, context: PassContext) -> None:
-    """Add a note on layers whose bits depend on the CPU, if the recipe asks for the same bits everywhere."""
-    if not any(getattr(step.options, "reproducible", None) for step in recipe.passes):
+    """Add notes on layers and attention whose bits depend on the CPU, if the same bits are asked for everywhere."""
+    if not (context.reproducible or any(getattr(step.options, "reproducible", None) for step in recipe.passes)):
         return
-    bf16 = [layer.name for layer in context.layers.reports.values() if layer.weights.endswith("bf16")]
+    reports = context.layers.reports.values()
+    bf16 = [layer.name for layer in reports if layer.weights.endswith("bf16")]
     if bf16:
         context.note(
-            f"{count_layers(bf16)} in bf16, such as {bf16[0]!r}: their bits depend on the CPU, although reproducible "
-            f"is {EVERYWHERE!r}; give ignore=() and int8 or int4 weights"
+            f"{count_layers(bf16)} in bf16: the bytes depend on the CPU, although reproducible is {EVERYWHERE!r}; give "
+            "ignore=() and int8 or int4 weights"
         )
+    # Attention in a few MatMuls is reported as layers.
+    kept = [layer.name for layer in reports if layer.new_op is None]
+    attention = [] if context.dry_run else _attention_left(context.source.model)
+    left = list(dict.fromkeys((*kept, *attention)))
+    if left:
+        context.note(
+            f"layers or attention left to ONNX Runtime: {first_of(left)}; the bytes depend on the CPU, although "
+            f"reproducible is {EVERYWHERE!r}"
+        )
+
+
+def _attention_left(model: ir.Model) -> list[str]:
+    """Return the names of attention operators that are not Ortolan's."""
+    nodes = model.graph.all_nodes()
+    return [node_name(node) for node in nodes if node.op_type.endswith("Attention") and node.domain != ORTOLAN_DOMAIN]
 
 
 def _note_unmatched(recipe: Recipe, context: PassContext) -> None:

@@ -3,8 +3,8 @@
     error   ||XW - Y|| / ||XW|| of each layer with each number of bits, measured in one run of a recipe for each, times
             the sensitivity of the outputs to that layer (sensitivity.py)
     path    steps from 8 bits everywhere to 4 bits everywhere; layers with the same input change together. Steps are
-            ordered by bytes saved per squared error, because errors of layers add up in squares; numbers of bits that
-            are worse than a mixture of others are left out (path.convex). Layers that lose no accuracy with 4 bits,
+            ordered by bytes saved per squared error, because errors of layers add up in squares; bit widths that are
+            worse than mixing two other widths are left out (path.convex). Layers that lose no accuracy with 4 bits,
             such as those with weights on a 4-bit grid, come first and always change
     budget  error budget: 4 bits in all layers are tried first, before any layer is measured. If that exceeds the
             budget, bisection finds the furthest point of the path at which the whole model is within it
@@ -56,11 +56,19 @@ _BITS = {candidate.name: bits for bits, candidate in _OF_BITS.items()}
 
 @dataclass(frozen=True)
 class BitSettings:
-    """A dense int4 format, the limit on error or bytes, and `reproducible` of `Recipe.reproducing`."""
+    """Settings of a search for the bits of each layer.
+
+    Attributes:
+        form: A dense int4 format.
+        limit: The limit on error or bytes.
+        reproducible: As for `Recipe.reproducing`.
+        default_ignore: The user did not choose `form.ignore`, so a budget of bytes may include heads.
+    """
 
     form: Form
     limit: Limit
     reproducible: str | None = None
+    default_ignore: bool = True
 
     def limit_for(self, evidence: Evidence) -> Limit:
         """Return the limit; on synthetic inputs, "divergence" from the original replaces "perplexity"."""
@@ -83,9 +91,8 @@ class BitSearch:
         settings.limit.check_model(evidence.source.model)
         evidence.feeds()
         self._limit = settings.limit_for(evidence)
-        if self._limit.is_size and HEADS in self._form.ignore and not has_tied_head(evidence.source.model):
-            others = tuple(glob for glob in self._form.ignore if glob != HEADS)
-            self._form = dataclasses.replace(self._form, ignore=others)
+        if self._limit.is_size and settings.default_ignore and not has_tied_head(evidence.source.model):
+            self._form = dataclasses.replace(self._form, ignore=())
         self.report = AutoReport(str(self._limit), [], saves="bytes")
 
     def run(self) -> Made:

@@ -126,10 +126,13 @@ class Trials:
         feeds = {"feeds": len(self._judged)}
         # Only models within the budget are timed, and the portable version is checked only for the best.
         trial_recipe, recipe = (
-            self._recipe_of(choice, attention, verify).reproducing(self._reproducible)
+            self._recipe_of(choice, attention, verify)
             for verify in ({"seconds": 0.0, "portable": False, **feeds}, feeds)
         )
+        if recipe.replaces_attention:  # if not, the model has no attention
+            trial_recipe, recipe = (one.reproducing(self._reproducible) for one in (trial_recipe, recipe))
         with new_context(self._evidence, self._name, self._evidence.portable) as context:
+            context.reproducible = self._reproducible is not None
             try:
                 within, found = self._run(replace(plan(trial_recipe, context), recipe=recipe), context)
             except (NothingToReplaceError, VerificationError) as error:

@@ -50,6 +50,7 @@ class PassContext:
     dry_run: bool = False
     may_differ: bool = False  # if outputs differ much, save the model with a warning (verify/difference.py)
     min_cosine: float | None = None  # limit of the outputs' cosine; None: no limit, or a search checks it
+    reproducible: bool = False  # the bytes must not depend on the CPU, even if the recipe replaces no attention
     optional_may_fail: bool = True  # if an optional pass fails (run.py), skip it instead of raising an error
     progress: Progress = no_progress
     plan: Plan = field(default_factory=Plan)  # decisions that follow from the recipe's options

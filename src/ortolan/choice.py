@@ -97,7 +97,9 @@ def _read_choice(options: OptimizeOptions) -> Choice:
     chosen_format, pass_options = options.target_format(), options.options or {}
     limit = read_limit(options.budget, options.max_perplexity_increase, options.max_bytes)
     if limit is not None:
-        return _mixed_bits(recipe, chosen_format, pass_options, prompt, limit, options.reproducible)
+        form = _mixed_form(recipe, chosen_format, prompt, limit)
+        settings = BitSettings(form, limit, options.reproducible, default_ignore=options.ignore is None)
+        return Choice(None, settings, pass_options).measuring()
     if recipe is not None and not (isinstance(recipe, str) and (recipe == AUTO or recipe in PRESETS)):
         return Choice(_ready_made(recipe, chosen_format, pass_options, prompt), by_name=True)
     if recipe == AUTO:
@@ -120,14 +122,9 @@ def _read_choice(options: OptimizeOptions) -> Choice:
     return Choice((chosen.with_prompt() if prompt else chosen).with_options(pass_options))
 
 
-def _mixed_bits(
-    recipe: str | os.PathLike[str] | Recipe | None,
-    chosen_format: Mapping[str, Any],
-    options: Mapping[str, Any],
-    prompt: bool,
-    limit: Limit,
-    reproducible: str | None,
-) -> Choice:
+def _mixed_form(
+    recipe: str | os.PathLike[str] | Recipe | None, chosen_format: Mapping[str, Any], prompt: bool, limit: Limit
+) -> Form:
     form = Form()
     if recipe is None:
         form = Form(**chosen_format)
@@ -138,7 +135,7 @@ def _mixed_bits(
             f"{limit.argument} chooses the bits of each layer and needs weights='int4', without sparsity, pattern, "
             "cache or prompt; or call ortolan.search, which chooses among all dense formats"
         )
-    return Choice(None, BitSettings(form, limit, reproducible), options).measuring()
+    return form
 
 
 def _ready_made(

@@ -244,7 +244,12 @@ BenchKinds = Annotated[
     ),
 ]
 BenchGroupSize = Annotated[
-    _GroupSize | None, typer.Option("--group-size", help="Inputs that share a scale, for int4.", show_default=False)
+    _GroupSize | None,
+    typer.Option(
+        "--group-size",
+        help="Inputs that share a scale, for int4. w4a8_matmul: not for kinds int4, int5 and int6.",
+        show_default=False,
+    ),
 ]
 BenchDevice = Annotated[
     _Device | None,

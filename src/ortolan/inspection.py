@@ -335,8 +335,8 @@ def _describe_groups(
         kind = f"int{integers.get('bits', 4)}"
         info.weight_format = f"{kind}, groups of {subgroup_size} with integer scales, float scales for {group_size}"
         # A single value of high_bits is a placeholder of 4-bit weights.
-        high = [name for name in ("high_bits",) if name in constants and constants[name].size > 1]
-        return ["weights", "scales", "subgroup_scales", *high]
+        has_high_bits = "high_bits" in constants and constants["high_bits"].size > 1
+        return ["weights", "scales", "subgroup_scales", *(["high_bits"] if has_high_bits else [])]
     # A single value is a placeholder, which the node needs because other layers have zero points.
     offsets = [name for name in ("zero_points", "minimums") if name in constants and constants[name].size > 1]
     weights = constants.get("weights")

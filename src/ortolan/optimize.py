@@ -369,6 +369,11 @@ class _Run:
                 context.min_cosine = MADE_UP_COSINE if evidence.made_up else DEFAULT_COSINE
             recipe, context = self._searched(context) if searches else self._transformed(context)
             self.report.feeds = evidence.description
+            if not recipe.passes and self.choice.reproducible is not None:
+                context.note(
+                    "the model is unchanged, so its bytes depend on the CPU, although reproducible is "
+                    f"{self.choice.reproducible!r}"
+                )
             if not self.options.dry_run:
                 self._add_tokenizer(context)
                 original = not recipe.passes and self.text is None

@@ -155,13 +155,14 @@ class OptimizeOptions:
             choices=CACHES,
         ),
     )
-    ignore: str | Sequence[str] = field(
-        default=HEADS,
+    ignore: str | Sequence[str] | None = field(
+        default=None,
         metadata=_about(
             "Target format",
             str,
             "Name patterns of layers or weights that keep a higher precision: int8 in dense int8 and int4 models, else "
-            'bf16. "heads" stands for the usual names of heads. An empty pattern ignores no layer.',
+            'bf16. "heads" stands for the usual names of heads. An empty pattern ignores no layer. Default: heads; '
+            "with a limit of bytes only heads that share their weight with the word embeddings.",
             repeatable=True,
             metavar="PATTERN",
             python="An empty sequence ignores no layer.",
@@ -286,8 +287,9 @@ class OptimizeOptions:
         metadata=_about(
             "Result",
             str,
-            "everywhere: int8 and int4 layers, attention and norms give the same bytes on every CPU, which is slower "
-            "for long texts. Default: the fastest order of sums on the CPU that runs the model.",
+            "everywhere: layers in int8, int6, int5 and int4, attention and norms give the same bytes on every CPU, "
+            "which is slower for long texts and for decoding. Default: the fastest order of sums on the CPU that runs "
+            "the model.",
             choices=(EVERYWHERE,),
         ),
     )
@@ -353,7 +355,7 @@ class OptimizeArguments(TypedDict, total=False):
     pattern: str | None
     method: str | Sequence[str] | None
     cache: str | None
-    ignore: str | Sequence[str]
+    ignore: str | Sequence[str] | None
     budget: Budget | None
     max_perplexity_increase: float | None
     max_bytes: int | str | None

@@ -70,7 +70,8 @@ def session_options(
         claims: "faster" claims nodes that are faster than in ONNX Runtime on this CPU, by the times that searches keep
             (`ortolan times`) or by known limits of the CPU; "all" claims every supported node.
         reproducible: "everywhere": claimed nodes give the same bytes on every CPU, and every supported node is claimed;
-            excludes precision bf16. None: the fastest order of sums on this CPU.
+            excludes precision bf16. It does not cover attention with or beside a cache that stays in float32. None: the
+            fastest order of sums on this CPU.
 
     Raises:
         ArgumentError: An argument has another value.

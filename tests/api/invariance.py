@@ -65,6 +65,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "int8 in 4x1 blocks": {"weights": "int8", "sparsity": 0.5, "pattern": "4x1", **EVERYWHERE},
     "int4": {"weights": "int4", **EVERYWHERE},
     "int4 in groups of 32": {"weights": "int4", "group_size": 32, **EVERYWHERE},
+    "int4 in groups of 64": {"weights": "int4", "group_size": 64, **EVERYWHERE},  # with float scales
+    "int5": {"weights": "int5", **EVERYWHERE},
+    "int6": {"weights": "int6", **EVERYWHERE},
     "int8 in the fastest order": {"weights": "int8"},
     "bf16 in the fastest order": {"weights": "bf16"},
 }

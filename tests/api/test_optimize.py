@@ -344,7 +344,29 @@ def test_bf16_layers_in_reproducible_models_are_named(bert):
     steps = [{"name": "normalize"}, {"name": "fuse_attention", "precision": "bf16", "reproducible": "everywhere"}]
     steps += [{"name": "replace", "may_grow": True}, {"name": "verify", "seconds": 0.0}]
     report = ortolan.optimize_onnx(bert, None, recipe=ortolan.Recipe.from_dict({"name": "own", "pass": steps}))
-    assert any("in bf16, such as" in note and "depend on the CPU" in note for note in report.notes)
+    assert any("are in bf16: the bytes depend on the CPU" in note for note in report.notes)
+    assert not any("left to ONNX Runtime" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(("name", "left"), [("fuse_attention", "MatMul"), ("replace", "query")])
+def test_layers_and_attention_left_by_reproducible_models_are_named(bert, name, left):
+    steps = [{"name": "normalize"}, {"name": "quantize", "bits": 8}]
+    steps += [{"name": "fuse_attention", "precision": "bf16", "reproducible": "everywhere"}]
+    steps += [{"name": "replace", "may_grow": True}, {"name": "verify", "seconds": 0.0}]
+    for exclude in ([], ["*"]):
+        table = [step | ({"exclude": exclude} if step["name"] == name else {}) for step in steps]
+        report = ortolan.optimize_onnx(bert, None, recipe=ortolan.Recipe.from_dict({"name": "own", "pass": table}))
+        found = [note for note in report.notes if note.startswith("layers or attention left to ONNX Runtime: ")]
+        assert len(found) == bool(exclude) and all(left in note for note in found), found
+
+
+def test_attention_operators_left_by_reproducible_models_are_named(tmp_path):
+    ir.save(tiny.tiny_llama(attention="gqa", hidden_size=64, head_dim=16), tmp_path / "decoder.onnx")
+    recipe = ortolan.Recipe.of(weights="int8", ignore=()).reproducing("everywhere")
+    for one, expected in ((recipe, []), (recipe.without_pass("fuse_cached_attention"), ["GroupQueryAttention"])):
+        report = ortolan.optimize_onnx(tmp_path / "decoder.onnx", None, recipe=one, options={"verify.seconds": 0.0})
+        notes = [note for note in report.notes if note.startswith("layers or attention left to ONNX Runtime: ")]
+        assert len(notes) == len(expected) and all(word in note for word in expected for note in notes), notes
 
 
 @pytest.mark.parametrize(

@@ -120,10 +120,11 @@ def test_some_layers_have_zero_points_unless_told_otherwise(short, monkeypatch, 
     monkeypatch.setattr("ortolan.benchmarks.side_by_side.SECONDS", 0.0)
 
     def kinds_of(**options):
-        result = w4a8_matmul.run(BenchOptions((1,), layers=(name,), batch=(2,), group_size=32, **options))
+        result = w4a8_matmul.run(BenchOptions((1,), layers=(name,), batch=(2,), **options))
         return {row.case["kind"] for row in result.rows}
 
     assert kinds_of() == kinds
+    assert kinds_of(group_size=32) == kinds - SUBGROUP_BITS.keys()
     assert kinds_of(quick=True) == {"symmetric"}
     assert kinds_of(kinds=("zero_points",)) == {"zero_points"}
 
@@ -145,6 +146,10 @@ def test_all_models_are_the_default():
     [
         (BenchOptions(kinds=("int4",)), ["--kind", "'int4'", "symmetric, zero_points, fractions, minimums"]),
         (BenchOptions(group_size=100), ["--group-size", "100", "32, 64 or 128"]),
+        (
+            BenchOptions(group_size=32, kinds=("int5",)),
+            ["--group-size is 32", "'int5' has subgroups of 16"],
+        ),
         (BenchOptions(sparsity=(0.5,)), ["--sparsity", "W4A8MatMul", "leave it out"]),
         (BenchOptions(cases=((1, 131073, 1),)), ["--shape", "131073", "131072"]),
     ],

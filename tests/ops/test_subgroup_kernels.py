@@ -116,7 +116,7 @@ def test_rows_of_zeros_with_infinity_or_nan(kernel: str, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [5, 6])
 def test_packed_high_bits(bits: int) -> None:
-    """Row r of 8 or 4 is in the highest bits of its bytes that are left."""
+    """Each byte holds the high bits of 8 rows (5 bits) or 4 rows (6 bits), the first row in the highest bits."""
     rng = np.random.default_rng(3)
     for k, n in ((1, 1), (8, 16), (63, 17), (64, 16), (200, 50)):
         q = rng.integers(0, 2**bits, (k, n), dtype=np.uint8)

@@ -431,6 +431,26 @@ def test_a_reproducible_search_fuses_attention_without_bf16(inject: Callable[...
     assert wheres == ["everywhere"] * 2
 
 
+@pytest.mark.parametrize(
+    ("int8", "note"),
+    [
+        (0.5, "layers or attention left to ONNX Runtime: of_activations; the bytes depend on the CPU, although"),
+        (2.0, "the model is unchanged, so its bytes depend on the CPU, although reproducible is 'everywhere'"),
+    ],
+)
+def test_a_reproducible_search_names_what_it_leaves(inject: Callable[..., Any], int8: float, note: str) -> None:
+    inject({"int8": int8}, 5.0)
+    model = chain()
+    model.graph.node.add(op_type="Transpose", name="turn", input=["x"], output=["turned"]).attribute.append(
+        helper.make_attribute("perm", [0, 2, 1])
+    )
+    model.graph.node.add(op_type="MatMul", name="of_activations", input=["turned", "y"], output=["z"])
+    model.graph.output.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, ["batch", WIDTH, WIDTH]))
+    for where in ("everywhere", None):
+        report = ortolan.optimize_onnx(model, None, recipe="auto", calibration=feeds(), reproducible=where)
+        assert any(text.startswith(note) for text in report.notes) == (where is not None), report.notes
+
+
 def test_recipes_select_layers_by_name() -> None:
     bf16, int8 = candidates_for(True, None)[:2]
     recipe = make_recipe({bf16: ["a*"], int8: ["b[0]"]}, verify={})

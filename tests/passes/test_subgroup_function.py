@@ -11,7 +11,7 @@ import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
 
-from ortolan import _native
+import ortolan
 from ortolan.graph_passes.find.quantized_weight import QuantizedWeight
 from ortolan.graph_passes.operators.nodes import NewNames, put_function
 from ortolan.graph_passes.operators.replacement import LayerWeight, Stored
@@ -32,10 +32,6 @@ OLD = [
     Quantization(4, 128, symmetric=False, fractions=True),
     Quantization(4, 32, symmetric=False, minimum=True),
 ]
-needs_high_bits = pytest.mark.skipif(
-    not hasattr(_native, "pack_high_bits"), reason="the library cannot pack 5 and 6 bits"
-)
-by_bits = [pytest.param(one, marks=needs_high_bits if one.bits > 4 else ()) for one in SUBGROUPS]
 
 
 def weight_of(rounded: QuantizedMatrix, quantization: Quantization) -> LayerWeight:
@@ -100,9 +96,10 @@ def rounded_rows(x: np.ndarray, group: int) -> np.ndarray:
     return result
 
 
-def check(model: onnx.ModelProto, weights: Sequence[LayerWeight]) -> None:
-    """Run the ONNX function in ONNX Runtime, and compare with the product of the rounded rows."""
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+def check(model: onnx.ModelProto, weights: Sequence[LayerWeight], library: bool = False) -> None:
+    """Run the ONNX function, or the library's operator, and compare with the product of the rounded rows."""
+    options = ortolan.register(onnxruntime.SessionOptions()) if library else onnxruntime.SessionOptions()
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     rng = np.random.default_rng(0)
     rows = {f"X{i}": rng.standard_normal((3, len(one.matrix)), np.float32) for i, one in enumerate(weights)}
     for number, (y, weight) in enumerate(zip(session.run(None, rows), weights, strict=True)):
@@ -117,7 +114,7 @@ def check(model: onnx.ModelProto, weights: Sequence[LayerWeight]) -> None:
         assert (np.abs(y - x @ weight.matrix) <= W4A8MatMul().rounding_bound(x, weight)).all()
 
 
-@pytest.mark.parametrize("quantization", by_bits)
+@pytest.mark.parametrize("quantization", SUBGROUPS)
 @pytest.mark.parametrize(("k", "n"), [(1, 1), (20, 3), (300, 17), (520, 40)])
 def test_the_function_multiplies_with_the_dequantized_weight(quantization, k, n):
     weight = weight_of(round_to_nearest(random_weight(k, n), quantization), quantization)
@@ -126,13 +123,14 @@ def test_the_function_multiplies_with_the_dequantized_weight(quantization, k, n)
 
 @pytest.mark.parametrize("opset", [13, 17, 18, 21])
 @pytest.mark.parametrize("unpack_once", [False, True])
-@pytest.mark.parametrize("formats", [SUBGROUPS[:2] + OLD, pytest.param(SUBGROUPS + OLD, marks=needs_high_bits)])
-def test_one_function_serves_old_and_new_formats(formats, opset, unpack_once):
+@pytest.mark.parametrize("formats", [SUBGROUPS[:2] + OLD, SUBGROUPS + OLD])
+@pytest.mark.parametrize("library", [False, True])
+def test_one_function_serves_old_and_new_formats(formats, opset, unpack_once, library):
     weights = [weight_of(round_mse(random_weight(140, 20, seed=i), one), one) for i, one in enumerate(formats)]
-    check(model_of(weights, opset, unpack_once), weights)
+    check(model_of(weights, opset, unpack_once), weights, library)
 
 
-@pytest.mark.parametrize("quantization", by_bits)
+@pytest.mark.parametrize("quantization", SUBGROUPS)
 def test_attributes_and_size(quantization):
     rounded = round_to_nearest(random_weight(300, 24), quantization)
     weight = weight_of(rounded, quantization)

@@ -293,7 +293,7 @@ def test_reproducible_is_set_in_all_passes_that_replace_attention(form):
 @pytest.mark.parametrize("form", [{"weights": "bf16"}, {"sparsity": 0.5}, {"sparsity": 0.5, "pattern": "2:4"}])
 def test_layers_whose_bits_depend_on_the_cpu_refuse_reproducible(form):
     with pytest.raises(
-        RecipeError, match=r"makes layers whose bits depend on the CPU .*; give weights='int8' or 'int4'"
+        RecipeError, match=r"makes layers whose bits depend on the CPU .*; give weights='int8', 'int6', 'int5' or"
     ):
         Recipe.of(**form).reproducing("everywhere")
 
@@ -301,6 +301,16 @@ def test_layers_whose_bits_depend_on_the_cpu_refuse_reproducible(form):
 def test_reproducible_needs_attention_in_bf16():
     with pytest.raises(RecipeError, match='reproducible = "everywhere" needs precision = "bf16"; precision is "f32"'):
         Recipe.of(cache="float32").reproducing("everywhere")
+
+
+def test_reproducible_needs_a_pass_that_replaces_attention():
+    recipe = Recipe.of(weights="int8").without_pass("fuse_attention")
+    assert recipe.reproducing("everywhere").replaces_attention  # by fuse_cached_attention
+    recipe = recipe.without_pass("fuse_cached_attention")
+    for one in (recipe, Recipe("unchanged", "", ())):
+        with pytest.raises(RecipeError, match=r"has no pass that replaces attention, .*; add pass 'fuse_attention' wi"):
+            one.reproducing("everywhere")
+        assert one.reproducing(None) == one
 
 
 def test_passes_of_one_name_are_told_apart_by_number():
