@@ -182,9 +182,10 @@ def test_layers_in_branches(form):
     report = optimize(model)
     assert op_types(report.model).count("VNNISpMM") == 2
     x = layers[0].inputs()
-    for flag in (True, False):
+    for flag, layer in zip((True, False), layers, strict=True):
         feeds = {"x": x, "flag": np.array(flag)}
-        assert relative_error(run(model, feeds)[0], run(report.model, feeds, library=True)[0]) < 0.02
+        # ONNX Runtime's sums may saturate on this CPU.
+        assert relative_error(layer.expected(x), run(report.model, feeds, library=True)[0]) < 0.02
 
 
 # --- passes that change the weight ------------------------------------------------------------------------------------
