@@ -45,10 +45,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     return {name: root / name for name in ("model", "exported", "fast")}
 
 
-def test_sentence_transformers_give_the_bytes_of_embed(folders: Mapping[str, Path]) -> None:
+def test_sentence_transformers_give_the_vectors_of_embed(folders: Mapping[str, Path]) -> None:
     model = sentence_transformers.SentenceTransformer(str(folders["fast"]), backend="onnx", model_kwargs=kwargs())
     found = model.encode(TEXTS)
-    np.testing.assert_array_equal(found, ortolan.embed(TEXTS, folders["fast"]))
+    # PyTorch sums the squares of a vector in another order than NumPy, so that lengths differ by a bit.
+    np.testing.assert_array_max_ulp(found, ortolan.embed(TEXTS, folders["fast"]), maxulp=2)
     np.testing.assert_array_equal(found, np.concatenate([model.encode([text]) for text in TEXTS]))
     torch = sentence_transformers.SentenceTransformer(str(folders["model"]), device="cpu")
     assert (found * torch.encode(TEXTS)).sum(axis=1).min() > 0.999
@@ -106,7 +107,8 @@ def test_fastembed_by_a_class(folders: Mapping[str, Path]) -> None:
     np.testing.assert_array_equal(found, np.stack([next(iter(model.embed([text]))) for text in TEXTS]))
     plain = CustomTextEmbedding("local/fast", specific_model_path=str(folders["fast"]), threads=1)
     bodies = np.stack(list(plain.embed(TEXTS)))
-    assert np.abs(bodies - expected).max() > 1e-5, "its options know the operators, too: docs say that they do not"
+    # Functions and operators round differently: attention by a bit on CPUs without bf16 dot products.
+    assert (bodies != found).any(), "its options know the operators, too: docs say that they do not"
     assert (bodies * expected).sum(axis=1).min() > 0.999
 
 
