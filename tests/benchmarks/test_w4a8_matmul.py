@@ -144,7 +144,7 @@ def test_all_models_are_the_default():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (BenchOptions(kinds=("int4",)), ["--kind", "'int4'", "symmetric, zero_points, fractions, minimums"]),
+        (BenchOptions(kinds=("int8",)), ["--kind", "'int8'", "symmetric, zero_points, fractions, minimums"]),
         (BenchOptions(group_size=100), ["--group-size", "100", "32, 64 or 128"]),
         (
             BenchOptions(group_size=32, kinds=("int5",)),

@@ -559,7 +559,7 @@ def test_bench_shares_nothing_where_it_cannot_write(invoke, assert_one_line, fak
 def test_bench_names_the_kinds_it_knows(invoke, assert_one_line):
     assert_one_line(invoke("bench", "sparse_amx_matmul", "--kind", "fp8"), "'fp8'", "bf16, int8, int4")
     assert_one_line(
-        invoke("bench", "w4a8_matmul", "--kind", "int4"), "'int4'", "symmetric, zero_points, fractions, minimums"
+        invoke("bench", "w4a8_matmul", "--kind", "int8"), "'int8'", "symmetric, zero_points, fractions, minimums"
     )
 
 
