@@ -62,8 +62,9 @@ OP = "W4A8MatMul"
 SUBGROUP_BITS = {"int4": 4, "int5": 5, "int6": 6}
 GROUP_KINDS = ("symmetric", "zero_points", "fractions", "minimums")
 KINDS = (*GROUP_KINDS, *SUBGROUP_BITS)
-# Of kinds in subgroups: inputs that share a float scale, inputs that share s and z, and the peers' group size.
-SUBGROUP_GROUP, SUBGROUP_SIZE, SUBGROUP_PEER = 256, 16, 32
+SUBGROUP_GROUP = 256  # inputs of a subgroup kind that share a float scale
+SUBGROUP_SIZE = 16  # inputs that share s and z
+SUBGROUP_PEER = 32  # group size of the MatMulNBits that subgroup kinds are compared with
 GROUP_SIZES = (32, 128)
 BATCH = (1, 16, 128)
 ROUNDS = 3

@@ -24,7 +24,8 @@ from ortolan.errors import ArgumentTypeError, RecipeError, listing, suggestion, 
 from .forms import PRESETS, Form
 from .names import AUTO, FORMAT_OPTIONS
 from .options import PassOptions, read_options
-from .passes.plan.replace import ReplaceOptions
+from .passes.plan.quantize import QuantizeOptions
+from .passes.plan.replace import ReplaceOptions, ReplaceRule
 from .registry import PASSES
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Recipe:
         search: Measurements of `ortolan.search`, if it found this recipe.
 
     Raises:
-        RecipeError: The passes are in the wrong order.
+        RecipeError: The passes are in the wrong order, or no operator supports the weights of a pass `quantize`.
     """
 
     name: str
@@ -74,6 +75,16 @@ class Recipe:
                     f"recipe {self.name!r}: pass {after!r} follows pass {before!r}, expected the order: "
                     f"{', '.join(order)}, with verify at most once; move it"
                 )
+        options = [step.options for step in self.passes]
+        rules = [ReplaceRule(one) for one in options if isinstance(one, ReplaceOptions)]
+        for one in options if rules else ():
+            if isinstance(one, QuantizeOptions):
+                reasons = [rule.replacement.why_not(1, one.quantization) for rule in rules]
+                if None not in reasons:
+                    raise RecipeError(
+                        f"recipe {self.name!r}: no pass 'replace' supports layers of pass 'quantize' with bits = "
+                        f"{one.bits}: such a layer {reasons[0]}"
+                    )
 
     @staticmethod
     def names() -> list[str]:

@@ -24,6 +24,7 @@ AMX_ROWS = {
     "nomad_attention amx/16 in tiles": "attention_in_tiles.py",
     "sparse_amx_matmul amx": "test_sparse_amx_matmul.py",
     "sparse_amx_matmul_int8 amx": "test_sparse_amx_matmul_int8.py",
+    "subgroup amx": "test_group_matmul.py",
     "w4a8_matmul amx": "test_group_matmul.py",
     "w8a8_matmul amx": "test_group_matmul.py",
 }

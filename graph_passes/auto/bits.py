@@ -123,9 +123,9 @@ class BitSearch:
                 bits, advice = "4", "give group_size=128"
             else:
                 bits, advice = "8", "give method='gptq' and calibration data"
-            listed = ", ".join(map(str, self._form.bit_widths))
+            fewer = ", ".join(map(str, self._form.bit_widths[:-1]))
             raise VerificationError(
-                f"no choice of {listed[:-3]} and 8 bits is within the budget ({report.budget}): {bits} bits in all "
+                f"no choice of {fewer} and 8 bits is within the budget ({report.budget}): {bits} bits in all "
                 f"layers give {trials.report[-1].found}; relax the budget, or {advice}"
             )
         self._conclude(best)

@@ -72,8 +72,8 @@ class SparseAMXMatMul(Replacement):
             return "is stored in int8, which SparseAMXMatMul does not keep here; give weights='int8' or pattern='4x1'"
         if quantization is not None and quantization.subgroup_size is not None:
             return (
-                f"is quantized in subgroups of {quantization.subgroup_size}, which SparseAMXMatMul does not support; "
-                "W4A8MatMul does"
+                f"is quantized to {quantization.bits} bits in subgroups of {quantization.subgroup_size}, which "
+                "SparseAMXMatMul does not support; W4A8MatMul does"
             )
         zero_points = quantization is not None and not quantization.symmetric
         if zero_points and _stores_zero_points(quantization):

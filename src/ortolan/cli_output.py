@@ -24,7 +24,7 @@ def print_result(result: Any, as_json: bool, verbose: int = 0) -> None:
     """Print a result as JSON or text: its summary, its details if `verbose`, or else __rich__ or __str__."""
     if as_json:
         typer.echo(result.to_json())
-    elif hasattr(result, "summary"):
+    elif hasattr(result, "details"):
         # print, because typer.echo ignores stdout's error handler for characters that the encoding lacks.
         print(result.details(text_width(), table_width()) if verbose else result.summary(text_width()))
     elif hasattr(result, "__rich__"):

@@ -20,7 +20,7 @@ import ortolan
 import ortolan.benchmarks
 import ortolan.cli
 from ortolan.benchmarks.matmul_nbits import make_matmul_nbits
-from ortolan.benchmarks.result import BenchOptions
+from ortolan.benchmarks.result import BenchOptions, BenchResult
 from ortolan.generate import Decoder
 from ortolan.graph_passes.report import page as report_page
 from ortolan.models import tiny
@@ -478,6 +478,13 @@ def fake_benchmark(monkeypatch):
 def test_bench_finds_the_benchmark(invoke, fake_benchmark, name):
     assert invoke("bench", name).stdout == "a table\n"
     assert fake_benchmark == [BenchOptions()]
+
+
+def test_bench_prints_its_tables(invoke, monkeypatch):
+    result = BenchResult(notes=["one note"])
+    monkeypatch.setattr(ortolan.benchmarks, "BENCHMARKS", {"sparse_amx_matmul": lambda options, progress: result})
+    done = invoke("bench", "sparse_amx_matmul")
+    assert done.exit_code == 0 and "one note" in done.stdout
 
 
 def test_bench_passes_its_options_on(invoke, fake_benchmark):

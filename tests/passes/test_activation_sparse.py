@@ -446,7 +446,7 @@ def test_another_operator_does_not_drop_thresholds():
 
 
 def test_four_bits_are_refused():
-    with pytest.raises(NothingToReplaceError, match="is quantized to 4 bits, which MaskedMatMul does not support"):
+    with pytest.raises(RecipeError, match="is quantized to 4 bits, which MaskedMatMul does not support"):
         sparsify(mlp_model(DENSE["gelu"]), some_x(), {"name": "quantize", "bits": 4}, sparsity=0.4, weights=None)
 
 

@@ -162,9 +162,11 @@ class ReplaceRule:
         sparsity = 1 - stored.count / (linear.k * linear.n)
         if sparsity < self.options.min_sparsity:
             return f"sparsity {sparsity:.3g} is below min_sparsity {self.options.min_sparsity:g}"
+        quantization = self.quantization(linear, state)
+        if problem := self.replacement.why_not(linear.k, quantization):
+            return problem
         packed = self.packed_bytes(linear, stored, state)
         # With the same number of bits, only scales and padding to panels and tiles grow, which is little in total.
-        quantization = self.quantization(linear, state)
         adopted = isinstance(quantization, StoredInt4 | StoredInt8)
         same_bits = quantization is not None and quantization.bits == state.stored_bits
         if packed > state.bytes_before and not (adopted or same_bits or self.options.may_grow):

@@ -40,10 +40,10 @@ of round to nearest:
 
 Symmetric: 1/2 is from rint, and |W| / scale * 2^-24 < 2^-17 from the division. No value is clipped: |W| / scale exceeds
 127 by at most 127 * 2^-9 < 1/2 (short() changes a scale by at most 2^-9 of it), and 7 by less, so rint gives at most
-127 and 7. Asymmetric: clipping removes what short() lost, 15 * 2^-9 < 1/17 of a step. Subgroups: the divisor of
-max |W| leaves room for what short() loses, so the largest step holds the range of any subgroup, and no value is clipped
-by more than rounding. 127 is never reached. 2^-126 is the smallest normal
-float: smaller scales are too coarse for the bounds, and are zero where denormals are flushed.
+127 and 7. Asymmetric: clipping removes what short() lost, 15 * 2^-9 < 1/17 of a step. Subgroups: the largest step holds
+the range of any subgroup, because the divisor of max |W| leaves room for what short() loses; so clipping changes no
+value by more than rounding does. 2^-126 is the smallest normal float: smaller scales are too coarse for the bounds, and
+are zero where denormals are flushed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ SMALLEST_SCALE = np.float32(2.0**-126)
 FRACTION_STEPS = 16  # zero points are multiples of 1/16; equals the constant in ops/formats/group.h
 LEVELS = 15  # largest q of an asymmetric 4-bit weight
 _CHUNK = 1 << 22  # number of weights rounded at a time
-_LARGEST = np.float32(np.finfo(np.float32).max)
+LARGEST_FLOAT = np.float32(np.finfo(np.float32).max)
 _LARGEST_BF16 = np.float32((2 - 2**-7) * 2.0**127)
 _SMALLEST_HALF, _LARGEST_HALF = np.float32(2.0**-14), np.float32(65504)
 _ALL = slice(None)
@@ -187,7 +187,7 @@ class Grid:
         if self.step is None or self.zero is None:
             return 0, LEVELS
         # The second limit keeps weights finite.
-        largest = np.minimum(LARGEST_VALUE, np.floor(_LARGEST / np.maximum(self.scale, 1)))
+        largest = np.minimum(LARGEST_VALUE, np.floor(LARGEST_FLOAT / np.maximum(self.scale, 1)))
         most = np.floor(largest / np.maximum(self.step, 1))
         return np.maximum(self.zero - most, 0), np.minimum(self.zero + most, 2**self.bits - 1)
 

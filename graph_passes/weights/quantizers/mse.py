@@ -29,7 +29,6 @@ import numpy as np
 from .grid import (
     FRACTION_STEPS,
     LEVELS,
-    SMALLEST_SCALE,
     Grid,
     Quantization,
     QuantizedMatrix,
@@ -37,6 +36,7 @@ from .grid import (
     round_group,
 )
 from .subgroups import COLUMNS, subgroup_grids
+from .units import Units
 
 _BLOCK = 1 << 16  # number of weights searched at a time, so that the working set fits the cache
 _TURNS = 2  # number of least squares fits from each starting grid
@@ -58,7 +58,6 @@ _STEPS = {
     4: (-8, -7.75, -7.5, -7.25, -7, -6.5, -8.5, -9, -9.5, 7, 7.5, 6.5, 6),
     8: (127, 128, 130, 133, 138, 145, 155, 170, 190),
 }
-_LARGEST = np.float32(np.finfo(np.float32).max)
 _SAMPLE = 8  # number of inputs checked first, which suffices to reject most groups that are not on a grid
 
 
@@ -131,19 +130,13 @@ def _with_fractions(part: np.ndarray, importance: np.ndarray | None, quantizatio
 class _Search:
     """Search of the grids of one group.
 
-    Columns are scaled by a power of two so that their largest value is 0.5 to 1. Squares then cannot overflow, and
-    underflow does not matter.
+    Weights, scales and minimums are in units of their column.
     """
 
     def __init__(self, part: np.ndarray, importance: np.ndarray | None, quantization: Quantization) -> None:
         self._quantization = quantization
-        self._exponent = np.frexp(np.maximum(part.max(axis=0), -part.min(axis=0)))[1]
-        # Limit above which values overflow; None if no column is that large.
-        huge = (self._exponent >= 127).any()
-        self._limit = np.ldexp(_LARGEST, np.minimum(-self._exponent, 0)) if huge else None
-        # Two factors, because a single power of two may overflow float32.
-        first = self._exponent // 2
-        self._x = part * np.ldexp(np.float32(1), -first) * np.ldexp(np.float32(1), first - self._exponent)
+        self._units = Units(part, quantization)
+        self._x = self._units.scaled(part)
         self._importance = None if importance is None else importance[:, None] / max(importance.max(), 1e-30)
         low, high = quantization.levels
         self._width = np.float32(high - low)
@@ -151,9 +144,9 @@ class _Search:
         self._total = np.float32(len(part)) if self._importance is None else self._importance.sum()
         self._sum = self._summed(self._x)
         nearest = fit_grid(part, quantization)
-        minimum = None if nearest.minimum is None else self._in_units(nearest.minimum)
+        minimum = None if nearest.minimum is None else self._units.of(nearest.minimum)
         zero = np.float32(-low) if nearest.zero is None else nearest.zero
-        self._best = _Lines(self._in_units(nearest.scale), minimum, -zero)
+        self._best = _Lines(self._units.of(nearest.scale), minimum, -zero)
         self._least = np.full(part.shape[1], np.inf, np.float32)
 
     def grid(self) -> Grid:
@@ -164,29 +157,10 @@ class _Search:
         for lines in self._exact():
             self._offer(lines)
         best, bits = self._best, self._quantization.bits
-        scale = np.ldexp(best.scale, self._exponent)
+        scale = self._units.true(best.scale)
         if best.minimum is not None:
-            return Grid(bits, scale, None, np.ldexp(best.minimum, self._exponent))
+            return Grid(bits, scale, None, self._units.true(best.minimum))
         return Grid(bits, scale, None if self._quantization.symmetric else np.negative(best.low))
-
-    def _in_units(self, values: np.ndarray) -> np.ndarray:
-        scaled: np.ndarray = np.ldexp(values, -self._exponent)
-        return scaled
-
-    def _true(self, values: np.ndarray) -> np.ndarray:
-        with np.errstate(over="ignore"):
-            true: np.ndarray = np.clip(np.ldexp(values, self._exponent), -_LARGEST, _LARGEST)
-        return true
-
-    def _stored(self, values: np.ndarray) -> np.ndarray:
-        return self._in_units(self._quantization.short(self._true(values)))
-
-    def _stored_scale(self, scale: np.ndarray) -> np.ndarray:
-        """Round scales to stored precision. 0 stays 0; other scales are at least SMALLEST_SCALE in magnitude."""
-        true = self._true(scale)
-        short = self._quantization.short(true)
-        short = np.where(np.abs(short) < SMALLEST_SCALE, np.copysign(SMALLEST_SCALE, true), short)
-        return self._in_units(np.where(scale == 0, 0, short))
 
     def _summed(self, values: np.ndarray) -> np.ndarray:
         total: np.ndarray = (values if self._importance is None else values * self._importance).sum(axis=0)
@@ -213,8 +187,8 @@ class _Search:
         np.multiply(t, lines.scale, out=error)
         if lines.minimum is not None:
             error += lines.minimum
-        if self._limit is not None:
-            np.copyto(error, np.inf, where=np.abs(error) > self._limit)
+        if self._units.limit is not None:
+            np.copyto(error, np.inf, where=np.abs(error) > self._units.limit)
         np.subtract(self._x, error, out=error)
         np.square(error, out=error)
         loss = self._summed(error)
@@ -231,14 +205,14 @@ class _Search:
         products = np.multiply(weighted, self._x, out=self._spare).sum(axis=0)
         if lines.minimum is None:
             scale = np.where(squares > 0, products / np.where(squares > 0, squares, 1), lines.scale)
-            return _Lines(self._stored_scale(scale), None, lines.low)
+            return _Lines(self._units.stored_scale(scale), None, lines.low)
         steps = weighted.sum(axis=0)
         determinant = self._total * squares - steps * steps
         fits = determinant > 1e-6 * self._total * squares
         scale = (self._total * products - steps * self._sum) / np.where(fits, determinant, 1)
-        scale = self._stored_scale(np.where(fits, scale, lines.scale))
+        scale = self._units.stored_scale(np.where(fits, scale, lines.scale))
         total = self._total if self._total > 0 else np.float32(1)
-        return _Lines(scale, self._stored((self._sum - scale * steps) / total), lines.low)
+        return _Lines(scale, self._units.stored((self._sum - scale * steps) / total), lines.low)
 
     def _starts(self) -> Iterator[_Lines]:
         low, high = self._x.min(axis=0), self._x.max(axis=0)
@@ -247,16 +221,16 @@ class _Search:
             if self._quantization.bits == 8:
                 largest = np.abs(largest)
             for steps in _STEPS[self._quantization.bits]:
-                scale = self._stored_scale(largest / np.float32(steps))
+                scale = self._units.stored_scale(largest / np.float32(steps))
                 yield _Lines(scale, None, np.float32(self._quantization.levels[0]))
             return
         if not self._quantization.minimum:
             low, high = np.minimum(low, 0), np.maximum(high, 0)
         for below, above in _CUTS:
-            scale = self._stored_scale(np.float32((1 - below - above) / LEVELS) * (high - low))
+            scale = self._units.stored_scale(np.float32((1 - below - above) / LEVELS) * (high - low))
             start = low + np.float32(below) * (high - low)
             if self._quantization.minimum:
-                yield _Lines(scale, self._stored(start), np.float32(0))
+                yield _Lines(scale, self._units.stored(start), np.float32(0))
             else:
                 zero = np.clip(np.rint(-start / np.where(scale > 0, scale, 1)), 0, LEVELS)
                 yield _Lines(scale, None, -zero)
@@ -268,11 +242,11 @@ class _Search:
             return
         if self._quantization.minimum:
             for levels in range(1, LEVELS + 1):
-                scale = self._stored_scale((high - low) / np.float32(levels))
+                scale = self._units.stored_scale((high - low) / np.float32(levels))
                 for end, sign in ((low, np.float32(1)), (high, np.float32(-1))):
                     if self._is_on_grid(scale, end).any():
                         for before in range(LEVELS + 1 - levels):
-                            minimum = self._stored(end - sign * np.float32(before) * scale)
+                            minimum = self._units.stored(end - sign * np.float32(before) * scale)
                             yield _Lines(sign * scale, minimum, np.float32(0))
             return
         largest = np.where(high > -low, high, low)
@@ -280,7 +254,7 @@ class _Search:
         for levels in range(first, last + 1) if self._quantization.symmetric else range(1, LEVELS + 1):
             if not levels:
                 continue
-            scale = self._stored_scale(largest / np.float32(levels))
+            scale = self._units.stored_scale(largest / np.float32(levels))
             if not self._quantization.symmetric:
                 scale = np.abs(scale)
             if self._is_on_grid(scale, np.float32(0)).any():

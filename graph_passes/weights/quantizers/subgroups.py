@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .grid import LARGEST_VALUE, SMALLEST_SCALE, Grid, Quantization, group_scale, nearest_step
+from .grid import LARGEST_VALUE, Grid, Quantization, group_scale, nearest_step
+from .units import Units
 
 COLUMNS = 512  # number of columns searched together: a compromise between NumPy's overhead and the caches
 # By bits: fractions of max |W| / 127 that are tried as scales, and steps that are tried, relative to the rounded step
@@ -29,7 +30,6 @@ _TRIED: Mapping[int, tuple[tuple[float, ...], tuple[int, ...]]] = {
     5: ((0.8, 0.9, 1.0, 1.1, 1.2), (0, 1)),
     6: ((0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5), (0, 1)),
 }
-_LARGEST = np.float32(np.finfo(np.float32).max)
 
 
 def subgroup_grids(part: np.ndarray, importance: np.ndarray | None, quantization: Quantization) -> list[Grid]:
@@ -71,8 +71,8 @@ class _Lines:
 class _Search:
     """Search of one group of some columns.
 
-    Columns are scaled by a power of two so that their largest value is 0.5 to 1: squares neither overflow nor vanish.
-    Arrays of weights are [inputs of a subgroup, subgroups, n], so that NumPy's inner loops are long.
+    Weights and scales are in units of their column. Arrays of weights are [inputs of a subgroup, subgroups, n], so that
+    NumPy's inner loops are long.
     """
 
     def __init__(self, part: np.ndarray, importance: np.ndarray | None, quantization: Quantization) -> None:
@@ -80,14 +80,10 @@ class _Search:
         assert size is not None
         self._quantization = quantization
         self._levels = np.float32(quantization.levels[1])
-        self._largest = np.maximum(part.max(axis=0), -part.min(axis=0))
-        self._exponent = np.frexp(self._largest)[1]
+        self._units = Units(part, quantization)
         subgroups = -(-k // size)
         padded = np.zeros((subgroups * size, n), np.float32)
-        # Two factors, because a single power of two may overflow float32.
-        first = self._exponent // 2
-        np.multiply(part, np.ldexp(np.float32(1), -first), out=padded[:k])
-        padded[:k] *= np.ldexp(np.float32(1), first - self._exponent)
+        padded[:k] = self._units.scaled(part)
         self._x = np.ascontiguousarray(padded.reshape(subgroups, size, n).swapaxes(0, 1))
         self._weights = None
         if importance is not None:
@@ -98,35 +94,20 @@ class _Search:
         self._low = np.minimum(self._x.min(axis=0), 0)
         self._high = np.maximum(self._x.max(axis=0), 0)
         self._t, self._q, self._spare = (np.empty_like(self._x) for _ in range(3))
-        # Limit of |scale v| in units, above which weights overflow.
-        self._limit = None
-        if (self._exponent >= 120).any():
-            self._limit = np.ldexp(_LARGEST, np.minimum(-self._exponent, 0))
 
     def best(self) -> _Lines:
         """Return the best grids, with true scales."""
-        scale = self._in_units(group_scale(self._largest, self._quantization))
+        scale = self._units.of(group_scale(self._units.largest, self._quantization))
         step, zero = nearest_step(self._low, self._high, scale, self._quantization)
         best = _Lines(scale, step, zero, self._loss(scale, step, zero))
-        largest = self._in_units(self._largest)
+        largest = self._units.of(self._units.largest)
         for fraction in _TRIED[self._quantization.bits][0]:
-            best.take(self._with_scale(self._stored(largest * np.float32(fraction) / LARGEST_VALUE)))
+            best.take(self._with_scale(self._units.stored_scale(largest * np.float32(fraction) / LARGEST_VALUE)))
         best.take(self._with_scale(self._refitted(best)))
-        best.scale = np.ldexp(best.scale, self._exponent)
+        best.scale = self._units.true(best.scale)
         nothing = self._high <= self._low
         best.step[nothing] = best.zero[nothing] = 0
         return best
-
-    def _in_units(self, values: np.ndarray) -> np.ndarray:
-        scaled: np.ndarray = np.ldexp(values, -self._exponent)
-        return scaled
-
-    def _stored(self, scale: np.ndarray) -> np.ndarray:
-        """Round scales to stored precision; 0 stays 0."""
-        with np.errstate(over="ignore"):
-            true = np.clip(np.ldexp(scale, self._exponent), 0, _LARGEST)
-        short = np.maximum(self._quantization.short(true), SMALLEST_SCALE)
-        return self._in_units(np.asarray(np.where(scale > 0, short, np.float32(0))))
 
     def _with_scale(self, scale: np.ndarray) -> _Lines:
         """Return the best steps and zero points found for these scales."""
@@ -163,8 +144,8 @@ class _Search:
     def _clipped(self, scale: np.ndarray, step: np.ndarray, zero: np.ndarray) -> np.ndarray:
         """Return self._q within the limits of q - zero, in self._spare."""
         largest = LARGEST_VALUE
-        if self._limit is not None:
-            largest = np.minimum(largest, np.floor(self._limit / np.where(scale > 0, scale, 1)))
+        if self._units.limit is not None:
+            largest = np.minimum(largest, np.floor(self._units.limit / np.where(scale > 0, scale, 1)))
         most = np.floor(largest / np.maximum(step, 1))
         clipped: np.ndarray = self._spare
         np.maximum(self._q, np.maximum(-zero, -most), out=clipped)
@@ -199,7 +180,7 @@ class _Search:
         squares = self._summed(np.square(values, out=values)) * np.square(lines.step)
         product, square = products.sum(axis=0), squares.sum(axis=0)
         scale = np.where(square > 0, product / np.where(square > 0, square, 1), lines.scale)
-        return self._stored(np.where(scale > 0, scale, lines.scale))
+        return self._units.stored_scale(np.where(scale > 0, scale, lines.scale))
 
 
 def _width(scale: np.ndarray, step: np.ndarray) -> np.ndarray:
