@@ -39,7 +39,9 @@ def ray_cluster(**options: object) -> Generator[int]:
                 **options,
             )
             port = free_port()
-            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            # As docs/serving.md recommends, requests have a timeout: on a busy machine, Serve may lose a request that
+            # it sends to a replica at the moment in which the replica dies.
+            serve.start(http_options={"host": "127.0.0.1", "port": port, "request_timeout_s": 60})
             yield port
         finally:
             serve.shutdown()
