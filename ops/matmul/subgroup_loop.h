@@ -53,7 +53,7 @@ class SubgroupLoop {
   // Spans in the buffer: whole groups, 10 KB.
   static constexpr int64_t kBufferSpans = 16;
   static constexpr int64_t kBufferFours = kBufferSpans * Layer::kSpanRows / kFourRows;
-  static constexpr int64_t kMostGroups = kBufferSpans * kSpanInputs / 64;
+  static constexpr int64_t kMostGroups = kBufferSpans * kSpanInputs / 64;  // a group has at least 64 inputs
 
   // Four rows of weights.
   struct alignas(64) Four {

@@ -58,12 +58,13 @@ struct SubgroupRows : ByteProducts<Simd, false> {
       return Columns::template Of<Bytes>(
           [&](int i) { return Simd::SubtractBytes(Simd::MultiplyBytes(q.at[i], steps_.at[i]), offsets_.at[i]); });
     }
-    // Return q - z of the next row, and s of the same row as 16-bit words, for subgroup_loop.h.
+    // Return q - z of the next row, for subgroup_loop.h.
     Bytes NextCentered(int row) {
       if (row % 4 == 0) LoadScales(row);
       const Bytes q = NextStored(row);
       return Columns::template Of<Bytes>([&](int i) { return Simd::SubtractBytes(q.at[i], zeros_.at[i]); });
     }
+    // Return s of that row as 16-bit words.
     Ints Steps() const {
       return Columns::template Of<Ints>([&](int i) { return Simd::AndInt(steps_.at[i], Simd::SetInt(0x00ff00ff)); });
     }
