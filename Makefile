@@ -38,7 +38,7 @@ NATIVE := $(BUILD) --config-settings=build-dir=build/native --config-settings=cm
 SETS := $(if $(SAMPLE),--sample $(SAMPLE))
 PYTEST := $(CURDIR)/$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all extras ci lint asan suite aarch64 test-aarch64 docs optimum genai ray bench wheel wheels macos clean
+.PHONY: demo test test-all extras ci lint asan amx suite aarch64 test-aarch64 docs optimum genai ray bench wheel wheels macos clean
 
 demo: $(VENV)/.installed
 	$(BIN)/ortolan demo
@@ -49,7 +49,7 @@ test: $(VENV)/.installed
 	@$(BIN)/python .ci/parts.py lint docs then suite
 
 test-all: $(VENV)/.installed
-	@$(BIN)/python .ci/parts.py lint docs then suite then asan optimum genai ray aarch64 wheel
+	@$(BIN)/python .ci/parts.py lint docs then suite then asan optimum genai ray aarch64 wheel amx
 
 extras: $(VENV)/.installed
 	@$(BIN)/python .ci/parts.py genai optimum ray
@@ -86,6 +86,11 @@ asan: $(ASAN_BUILT)
 	cd tests && set -e && for part in $(ASAN_PARTS); do ASAN_OPTIONS=$(ASAN_OPTIONS) \
 	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  PYTHONPATH=$(CURDIR)/build/asan-site $(PYTEST) $$part -p no:cacheprovider --sample $(or $(SAMPLE),8); done
+
+# Integer AMX kernels in the emulator of tests/amx on a CPU without AVX-512: in this build they use AVX2 beside tiles.
+amx: build/amx-site/.installed
+	cd tests && PYTHONPATH=$(CURDIR)/build/amx-site $(PYTEST) -p no:cacheprovider \
+	  amx/test_group_matmul.py amx/test_sparse_amx_matmul_int8.py
 
 # Emulated Arm CPUs. CI runs models optimized here, on CPUs with neon and dotprod, with the package that users get.
 # test-aarch64 adds vectors, formats, kernels and some operators, and a CPU with i8mm.
@@ -166,6 +171,13 @@ $(VENV)/.installed: build/testing-wheel/.built
 .venv-wheels/.installed: $(VENV)/.created
 	$(PYTHON) -m venv .venv-wheels
 	.venv-wheels/bin/python -m pip --quiet --disable-pip-version-check install ziglang==0.17.1 auditwheel==6.8.2 wheel
+	touch $@
+
+build/amx-site/.installed: $(VENV)/.installed
+	rm -rf build/amx-site
+	$(PIP) install $(BUILD) --target build/amx-site --config-settings=build-dir=build/amx \
+	  --config-settings=cmake.define.ORTOLAN_TESTING=ON --config-settings=cmake.define.ORTOLAN_AMX_ON_AVX2=ON \
+	  --config-settings=cmake.define.ORTOLAN_ONLY_TARGETS="avx2;amx" .
 	touch $@
 
 $(ASAN_BUILT): $(VENV)/.installed

@@ -16,7 +16,7 @@ from ortolan import _native, _testing
 
 # First value: the feature set that AMX kernels use besides AMX. Second value: the feature set that the emulator of tile
 # and AVX-VNNI instructions needs.
-AMX_KERNELS, AMX_EMULATOR = "avx512bf16", "avx2"
+AMX_KERNELS, AMX_EMULATOR = _testing.AMX_VECTORS, "avx2"
 # Maps an emulated feature set to the feature set that the CPU must have.
 _EMULATED = {"amx": AMX_KERNELS, "avxvnni": AMX_EMULATOR}
 # AMX kernels that tests run in the emulator, and the file of tests/amx that runs each. Other AMX kernels are untested.

@@ -84,6 +84,9 @@ Features Detect() {
   const bool lzcnt = HasBits(extended1.ecx, Bit(5));
   if (!HasBits(xcr0, kYmmState) || !fma_f16c_popcnt || !bmi_avx2 || !lzcnt) return {};
   uint32_t bits = kAvx2;
+#ifdef ORTOLAN_AMX_ON_AVX2
+  if (HasAmx(leaf7, xcr0)) bits |= kAmx;
+#endif
   if (HasBits(leaf7_1.eax, Bit(4)) || Assumed("ORTOLAN_ASSUME_AVXVNNI")) bits |= kAvxVnni;
 
   constexpr uint64_t kZmmState = 0xe6;

@@ -9,7 +9,8 @@
 // With fewer than kManyRows rows, bf16 is multiplied by vectors (few_float_rows.h), in the order of sums of the tiles.
 //
 // A sum ends with its group, so a tile product covers inputs of one group only. Groups of 32 use tiles of half the
-// depth, and the sums of each group leave the tiles to be scaled.
+// depth, and the sums of each group leave the tiles to be scaled. They are scaled after the products of the next group
+// are issued: a load right after the store of a tile would wait for it.
 //
 // A kind of weight provides what panel_loop.h requires, except for vector products, and kStoredTiles: whether its
 // stored rows are rows of B tiles.
@@ -63,11 +64,17 @@ class AmxLoop {
     }
     const Layer layer(args);
     const int step_rows = StepRows(layer);
-    // Tiles 0 to 3 hold sums [row tile][panel], 4 and 5 rows of x, 6 and 7 weights.
+    // Tiles 0 to 3 hold sums [row tile][panel], 4 and 5 rows of x, 6 and 7 weights. The time of a product grows with
+    // its rows, so up to two tiles of x have only the rows that there are.
     TileConfig config;
-    for (int tile = 0; tile < 4; ++tile) config.Set(tile, kMaxTileRows, kMaxTileColsb);
-    for (int tile = 4; tile < 6; ++tile) config.Set(tile, kMaxTileRows, 4 * step_rows);
-    for (int tile = 6; tile < 8; ++tile) config.Set(tile, step_rows, kMaxTileColsb);
+    const bool few = args.m <= 2 * kRows;
+    for (int t = 0; t < 2; ++t) {
+      const int64_t left = args.m - t * kRows;
+      const int rows = few && 0 < left && left < kRows ? static_cast<int>(left) : kMaxTileRows;
+      for (int p = 0; p < kAmxPanels; ++p) config.Set(2 * t + p, rows, kMaxTileColsb);
+      config.Set(4 + t, rows, 4 * step_rows);
+      config.Set(6 + t, step_rows, kMaxTileColsb);
+    }
     LoadTileConfig(config);
     for (int64_t row = 0; row < args.m; row += kMostRows) {
       const MatMulArgs part = RowsOf(args, row, kMostRows, layer.row_bytes);
@@ -114,6 +121,7 @@ class AmxLoop {
         : Work(l, args, first_panel, std::make_integer_sequence<int, kCount>()) {}
 
     const Layer& layer;
+    int64_t m;
     int64_t step_rows;
     int64_t group_rows;
     Panel panels[kCount];
@@ -121,11 +129,18 @@ class AmxLoop {
     alignas(64) uint8_t expanded[kCount][kExpandedRows][kMaxTileColsb];
     alignas(64) uint8_t waiting[kMostRows][kCount][kMaxTileColsb];  // totals of groups, or sums
     alignas(64) float bias[kCount][kPanelColumns];
+    // Sums of the last two groups that left the tiles. The newer ones are not yet in the totals.
+    alignas(64) int32_t sums[2][kGroups ? 2 * kRows : 1][kCount][kPanelColumns];
+    int newer = 0;
+    int64_t unscaled_rows = 0;  // rows of the newer sums, from unscaled_row on
+    int64_t unscaled_row = 0;
+    int64_t unscaled_group = 0;
 
    private:
     template <int... p>
     Work(const Layer& l, const MatMulArgs& args, int64_t first_panel, std::integer_sequence<int, p...>)
         : layer(l),
+          m(args.m),
           step_rows(StepRows(l)),
           group_rows(l.group_spans * Layer::kSpanRows),
           panels{Panel(l, args, first_panel + p)...} {
@@ -181,24 +196,35 @@ class AmxLoop {
     }
   }
 
-  // Keep the sums, or add the scaled sums of a group to the totals.
+  // Keep the sums of a row tile in `waiting` or, of a group, in `sums`.
   template <int kTile, typename Work>
-  static void EndSums(Work& work, int64_t row, int p, int64_t group) {
+  static void EndSums(Work& work, int64_t row, int row_tile, int p) {
     if constexpr (!kGroups) {
-      TileStore<kTile>(work.waiting[row][p], sizeof(work.waiting[0]));
+      TileStore<kTile>(work.waiting[row + row_tile * kRows][p], sizeof(work.waiting[0]));
     } else {
-      struct alignas(64) {
-        int32_t at[kRows][kPanelColumns];
-      } sums;
-      TileStore<kTile>(&sums, sizeof(sums.at[0]));
-      const auto scales = work.panels[p].scales.Of(group);
-      for (int64_t r = 0; r < kRows; ++r) {
-        float* total = reinterpret_cast<float*>(work.waiting[row + r][p]);
-        const Floats before = group == 0 ? Columns::Set(0.0f) : Columns::Load(total);
-        const auto terms = work.panels[p].template RowTermsOf<1>(row + r);
-        Columns::Store(total, terms.Add(before, Weights::LoadSums(sums.at[r]), scales, group, 0));
-      }
+      TileStore<kTile>(work.sums[work.newer][row_tile * kRows][p], sizeof(work.sums[0][0]));
     }
+  }
+
+  // Add the newer sums, scaled, to the totals.
+  template <int kCount>
+  static void AddGroup(Work<kCount>& work) {
+    const int64_t group = work.unscaled_group;
+    const int32_t (*sums)[kCount][kPanelColumns] = work.sums[work.newer];
+    const auto add = [&]<int... p>(std::integer_sequence<int, p...>) {
+      const decltype(work.panels[0].scales.Of(group)) scales[] = {work.panels[p].scales.Of(group)...};
+      for (int64_t r = 0; r < work.unscaled_rows; ++r) {
+        const auto terms = work.panels[0].template RowTermsOf<1>(work.unscaled_row + r);
+        const auto add_panel = [&](int i) {
+          float* total = reinterpret_cast<float*>(work.waiting[work.unscaled_row + r][i]);
+          const Floats before = group == 0 ? Columns::Set(0.0f) : Columns::Load(total);
+          Columns::Store(total, terms.Add(before, Weights::LoadSums(sums[r][i]), scales[i], group, 0));
+        };
+        (add_panel(p), ...);
+      }
+    };
+    add(std::make_integer_sequence<int, kCount>());
+    work.unscaled_rows = 0;
   }
 
   // Prefetch the tiles that will be multiplied next; past the end of a panel, those of the next panels.
@@ -237,11 +263,17 @@ class AmxLoop {
         if constexpr (kCount > 1) Product<3, 5, 7>();
       }
     }
-    const int64_t group = (block_first + first) / work.group_rows;
-    EndSums<0>(work, row, 0, group);
-    if constexpr (kCount > 1) EndSums<1>(work, row, 1, group);
-    if constexpr (kRowTiles > 1) EndSums<2>(work, row + kRows, 0, group);
-    if constexpr (kRowTiles > 1 && kCount > 1) EndSums<3>(work, row + kRows, 1, group);
+    if constexpr (kGroups) {
+      AddGroup(work);
+      work.newer ^= 1;
+      work.unscaled_row = row;
+      work.unscaled_rows = work.m - row < kRowTiles * kRows ? work.m - row : kRowTiles * kRows;
+      work.unscaled_group = (block_first + first) / work.group_rows;
+    }
+    EndSums<0>(work, row, 0, 0);
+    if constexpr (kCount > 1) EndSums<1>(work, row, 0, 1);
+    if constexpr (kRowTiles > 1) EndSums<2>(work, row, 1, 0);
+    if constexpr (kRowTiles > 1 && kCount > 1) EndSums<3>(work, row, 1, 1);
   }
 
   template <int kRowTiles, int kCount>
@@ -306,7 +338,9 @@ class AmxLoop {
         finished = row;
       }
       if (row < args.m) MultiplyBlock<1, kCount>(work, row, block, rows);
-      if (last) Finish(work, finished, args.m);
+      if (!last) continue;
+      if constexpr (kGroups) AddGroup(work);
+      Finish(work, finished, args.m);
     }
   }
 };

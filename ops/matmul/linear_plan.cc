@@ -17,6 +17,8 @@ namespace {
 constexpr int64_t kExpandMacs = 4;
 // Floats of X or Y that a thread packs or normalizes at once.
 constexpr int64_t kChunkFloats = int64_t{1} << 16;
+// Bytes of Y that a tile kernel writes before its epilogue.
+constexpr int64_t kTileOutputBytes = int64_t{16} << 10;
 // Stack buffer for the gate and up projections of one row chunk: two panels of each.
 constexpr int64_t kGatedFloats = kMostRowChunk * 4 * kPanelColumns;
 
@@ -67,7 +69,13 @@ const MatMulKernel& LinearPlan::KernelFor(int64_t m) const {
 int64_t LinearPlan::RowChunk(const MatMulKernel& kernel) const {
   const bool reads_tiles = kernel.speed > 1 && layer_.tile_bytes != 0;
   const bool few = reads_tiles && layer_.tile_bytes <= ActiveTuning().l2_bytes / 2;
-  return (few ? kTileRowChunk : layer_.row_chunk) / kernel.row_block * kernel.row_block;
+  int64_t rows = few ? kTileRowChunk : layer_.row_chunk;
+  if (kernel.speed > 1) {
+    // Tiles are too fast to read x from beyond the level-2 cache for each pair of panels.
+    const int64_t x_rows = ActiveTuning().l2_bytes / kernel.packed_row_bytes(*layer_.w);
+    while (rows > kTileRowChunk && rows > x_rows) rows /= 2;
+  }
+  return rows / kernel.row_block * kernel.row_block;
 }
 
 int64_t LinearPlan::CountRows(const std::vector<int64_t>& x_shape, const std::string& node,
@@ -235,9 +243,16 @@ void LinearPlan::Multiply(Host& host, const MatMulKernel& kernel, const LinearCa
 void LinearPlan::MultiplyPiece(const MatMulKernel& kernel, const MatMulArgs& rows, const LinearCall& call, int64_t row,
                                int64_t panel_begin, int64_t panel_end) const {
   if (IsGated()) return MultiplyGated(kernel, rows, call, row, panel_begin, panel_end);
-  kernel.multiply(rows, panel_begin, panel_end);
-  if (layer_.activation == Activation::kNone && call.residual == nullptr) return;
-  epilogue_(EpilogueOf(rows, call, row, panel_begin, panel_end));
+  const bool has_epilogue = layer_.activation != Activation::kNone || call.residual != nullptr;
+  // Tiles are so fast that a second pass over Y must find it in the level-1 cache.
+  const int64_t l1_panels = kTileOutputBytes / (rows.m * kPanelColumns * static_cast<int64_t>(sizeof(float)));
+  const bool splits = has_epilogue && kernel.speed > 1;
+  const int64_t step = splits ? std::max(kernel.panels_together, l1_panels) : panel_end - panel_begin;
+  for (int64_t panel = panel_begin; panel < panel_end; panel += step) {
+    const int64_t end = std::min(panel_end, panel + step);
+    kernel.multiply(rows, panel, end);
+    if (has_epilogue) epilogue_(EpilogueOf(rows, call, row, panel, end));
+  }
 }
 
 void LinearPlan::MultiplyGated(const MatMulKernel& kernel, const MatMulArgs& rows, const LinearCall& call, int64_t row,

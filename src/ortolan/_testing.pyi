@@ -10,6 +10,8 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+AMX_VECTORS: str  # the feature set that AMX kernels of this build use besides AMX
+
 def feature_sets() -> list[str]:
     """Return the names of the feature sets in ops/isa/feature_sets.inc. A set comes after all sets that it contains."""
 

@@ -2,6 +2,11 @@
 
 PYBIND11_MODULE(_testing, module) {
   module.doc() = "Kernels of Ortolan for tests and benchmarks, by name, on one thread.";
+#ifdef ORTOLAN_AMX_ON_AVX2
+  module.attr("AMX_VECTORS") = "avx2";
+#else
+  module.attr("AMX_VECTORS") = "avx512bf16";
+#endif
   module.def("feature_sets", [] {
     std::vector<std::string> names;
     for (const ortolan::NamedFeatureSet& set : ortolan::FeatureSets()) names.emplace_back(set.name);

@@ -129,6 +129,26 @@ for bits in (4, 5, 6):
                 assert_same_bits(y, layer.multiply(x[:m], None, "scalar"))
 """
 
+# With tiles, the epilogue runs after each few panels.
+CHECK_EPILOGUE = """
+import numpy as np
+from ortolan.graph_passes.find.epilogue import Activation
+from tests.ops.linear_kinds import apply
+from tests.ops.group_node import node_model
+from tests.ops.groups import GroupLayer
+from tests.ops.single_node import session
+rng = np.random.default_rng(11)
+for bits in (4, 8):
+    layer = GroupLayer.random(rng, 64, 100, 32, scale=0.16 / 2**bits, bits=bits)
+    for m in (17, 300):
+        x, residual = rng.standard_normal((m, 64), dtype=np.float32), rng.standard_normal((m, 100), dtype=np.float32)
+        product = session(node_model(layer), library=True).run(None, {"x": x})[0]
+        model = node_model(layer, residual=residual.shape, activation=Activation.GELU)
+        y = session(model, library=True).run(None, {"x": x, "residual": residual})[0]
+        expected = apply(Activation.GELU, product) + residual.astype(np.float64)
+        assert np.all(np.abs(y - expected) <= 2.0**-20 * (np.abs(product) + np.abs(residual)))
+"""
+
 
 def test_shapes() -> None:
     check(CHECK_SHAPES)
@@ -152,3 +172,7 @@ def test_counts_of_tile_instructions_and_release() -> None:
 
 def test_few_rows_go_elsewhere() -> None:
     check(CHECK_DISPATCH)
+
+
+def test_epilogue() -> None:
+    check(CHECK_EPILOGUE)

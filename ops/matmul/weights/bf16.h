@@ -129,7 +129,9 @@ struct Bf16Weights : Bf16Products<Simd> {
   static int64_t PaddedK(const Weight& w) { return BitmapPaddedK(w.k); }
   static int64_t Group(const Weight&) { return kWholeColumn; }
   static int64_t PackedRowBytes(const Weight& w) {
-    return BitmapPaddedK(w.k) * static_cast<int64_t>(sizeof(typename Products::Activation));
+    const int64_t bytes = BitmapPaddedK(w.k) * static_cast<int64_t>(sizeof(typename Products::Activation));
+    // Rows of a tile that are 2048 bytes apart would share one or two sets of the level-1 cache.
+    return bytes % 2048 == 0 ? bytes + 64 : bytes;
   }
 
   static constexpr bool kNarrowChunks = false;
