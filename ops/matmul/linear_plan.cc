@@ -16,7 +16,7 @@ namespace {
 // Approximate cost of expanding a weight, in multiply-adds, once per chunk of rows.
 constexpr int64_t kExpandMacs = 4;
 // Floats of X or Y that a thread packs or normalizes at once.
-constexpr int64_t kChunkFloats = int64_t{1} << 16;
+constexpr int64_t kChunkFloats = int64_t{1} << 14;
 // Bytes of Y that a tile kernel writes before its epilogue.
 constexpr int64_t kTileOutputBytes = int64_t{16} << 10;
 // Stack buffer for the gate and up projections of one row chunk: two panels of each.
