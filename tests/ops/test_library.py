@@ -45,8 +45,13 @@ def test_library_needs_no_python() -> None:
 
 
 def compiled() -> dict[Path, list[str]]:
-    """Map the object files of the latest build without sanitizers in this source tree to their compile commands."""
-    trees = [path for path in ROOT.glob("build/*/compile_commands.json") if "-fsanitize" not in path.read_text()]
+    """Map the object files of the latest build of all targets in this source tree to their compile commands."""
+    partial = ("-fsanitize", "-DORTOLAN_AMX_ON_AVX2")
+    trees = [
+        path
+        for path in ROOT.glob("build/*/compile_commands.json")
+        if not any(option in path.read_text() for option in partial)
+    ]
     found: dict[Path, list[str]] = {}
     if trees:
         last = max(trees, key=lambda path: path.stat().st_mtime)
