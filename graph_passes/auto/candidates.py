@@ -51,6 +51,7 @@ class Candidate:
 
 _INT4 = {"bits": 4, "group_size": 128, "symmetric": False}
 _INT4_32 = _INT4 | {"group_size": 32}
+_INT4_16 = {"bits": 4, "subgroup_size": 16}
 _INT4_SYMMETRIC = {"bits": 4, "group_size": 128}
 _GPTQ = {"method": "gptq"}
 _INT8 = {"bits": 8}
@@ -67,6 +68,8 @@ CANDIDATES: tuple[Candidate, ...] = (
     Candidate("int8", "SparseAMXMatMul", quantize=_INT8),
     Candidate("int8 reduced range", "SparseAMXMatMul", quantize=_REDUCED),
     Candidate("int8 4x1", "VNNISpMM", quantize=_INT8, replace=_BLOCKS),
+    Candidate("int4/16 gptq", "W4A8MatMul", quantize=_INT4_16 | _GPTQ, timed_as="int4/16", calibrated=True),
+    Candidate("int4/16", "W4A8MatMul", quantize=_INT4_16),
     Candidate("int4/32 gptq", "W4A8MatMul", quantize=_INT4_32 | _GPTQ, timed_as="int4/32", calibrated=True),
     Candidate("int4/32", "W4A8MatMul", quantize=_INT4_32),
     Candidate("int4 gptq", "W4A8MatMul", quantize=_INT4 | _GPTQ, timed_as="int4", calibrated=True),

@@ -43,6 +43,7 @@ from ...weights.quantizers.grid import Quantization, QuantizedMatrix, round_to_n
 from ...weights.quantizers.hessian import damped
 from ...weights.quantizers.hqq import half_quadratic
 from ...weights.quantizers.mse import round_mse
+from ...weights.quantizers.stored_grid import find_stored_grid
 from ..context import PassContext, RecipePass
 from ..plan.quantize import QuantizeOptions
 from ..weight_groups import WeightGroup, count_layers, fit_key, group_layers, note_inputs
@@ -67,6 +68,11 @@ class QuantizePass(RecipePass):
     options_type = QuantizeOptions
     options: QuantizeOptions
 
+    def __init__(self, options: QuantizeOptions, context: PassContext) -> None:
+        super().__init__(options, context)
+        self._stored_grids: dict[Hashable, Quantization | None] = {}  # by weight
+        self._kept: list[str] = []  # layers whose weights keep such a grid
+
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         """Quantize the selected layers."""
         options, context = self.options, self.context
@@ -87,6 +93,11 @@ class QuantizePass(RecipePass):
                 context.note(
                     f"{count_layers(rounded)} stored in {bits} bits, {why}, so the weights are rounded once more"
                 )
+        if self._kept:
+            context.note(
+                f"{count_layers(self._kept)} already rounded to 4 bits and keep that format, so these weights do not "
+                "change; options={'requantize': True} rounds them again"
+            )
         context.progress(Stage.QUANTIZE, len(groups), len(groups))
         return ir.passes.PassResult(model, modified=not context.dry_run)
 
@@ -133,7 +144,10 @@ class QuantizePass(RecipePass):
                     if fitted is not None:
                         rows = inputs.rows if isinstance(inputs, LayerInputs) else group.linears[0].k
                         fitted.keep(self._fit_key(group, same), Fit(rounded, rows))
-                put_quantized(model, context, group, rounded, self._quantization(group))
+                chosen = self._quantization(group)
+                put_quantized(model, context, group, rounded, chosen)
+                if chosen.subgroup_size != options.quantization.subgroup_size and group.linears:
+                    self._kept.append(group.linears[0].name)
                 context.release()
 
     def _round(self, group: WeightGroup, inputs: Prepared | np.ndarray | LayerInputs | None) -> QuantizedMatrix:
@@ -226,9 +240,21 @@ class QuantizePass(RecipePass):
             )
 
     def _quantization(self, group: WeightGroup) -> Quantization:
-        """Return the target format, with the scale type that the operator needs."""
-        chosen = self.options.quantization
-        narrow = chosen.bits == 4 and chosen.symmetric and any(map(self.context.plan.needs_bf16_scales, group.linears))
+        """Return the target format, with the scale type that the operator needs.
+
+        Weights that already lie on 4-bit grids with floating-point scales keep them, unless stored weights are
+        requantized.
+        """
+        options, context = self.options, self.context
+        chosen = options.quantization
+        if chosen.bits == 4 and chosen.subgroup_size is not None and not context.plan.requantizes:
+            key = group.linears[0].weight_key
+            if key not in self._stored_grids:
+                matrix = group.linears[0].matrix()
+                check_finite(matrix, group, "quantized")
+                self._stored_grids[key] = find_stored_grid(matrix, chosen)
+            return self._stored_grids[key] or chosen
+        narrow = chosen.bits == 4 and chosen.symmetric and any(map(context.plan.needs_bf16_scales, group.linears))
         return dataclasses.replace(chosen, bf16_scales=narrow)
 
     def _fit_key(self, group: WeightGroup, options: QuantizeOptions) -> Hashable:
