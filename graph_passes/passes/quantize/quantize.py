@@ -242,7 +242,7 @@ class QuantizePass(RecipePass):
     def _quantization(self, group: WeightGroup) -> Quantization:
         """Return the target format, with the scale type that the operator needs.
 
-        Weights that already lie on 4-bit grids with floating-point scales keep them, unless stored weights are
+        Weights that are already rounded to 4 bits with floating-point scales keep these, unless stored weights are
         requantized.
         """
         options, context = self.options, self.context

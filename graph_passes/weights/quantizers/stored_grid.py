@@ -1,6 +1,6 @@
 """Find the 4-bit format in which a float weight was stored before, such as the weights of a GGUF file.
 
-Dequantized weights lie on the grids of their old format. That format keeps them exactly, and another one would round
+Dequantized weights are values of their old format. That format keeps them exactly, and another one would round
 them a second time. Formats are tried from the fewest to the most bits; minimums represent Q4_1, and the other two Q4_0
 and the zero points of GPTQ and AWQ.
 """
