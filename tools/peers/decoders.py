@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,7 @@ MISTRALRS_FORMS = ("Q8_0", "Q4_0")
 TORCH_FORMS = ("fp32", "bf16", "int8")
 CTRANSLATE2_FORMS = ("int8",)
 GGUF_FORMS = ("Q4_0", "Q4_1", "Q4_K_M", "Q8_0")
+MIXED_FORMS = ("Q4_K_M",)
 GGUF_LONG_FORMS = ("Q4_0", "Q8_0")
 
 
@@ -103,10 +105,11 @@ def measure(job: Job, result: PeersResult) -> None:
             source = make_source(job, model, folder)
             works = [work for work in works_for(source) if job.takes_work(work.name)]
             configurations = list(configurations_for(job, source))
-            try:
-                configurations += _mistralrs(job, source)
-            except WorkerError as error:
-                result.left_out.append(f"{SECTION}, {model}: mistral.rs: {error}")
+            for name, found in (("mistral.rs", _mistralrs), ("Ortolan 4 to 8 bits", _mixed_bits)):
+                try:
+                    configurations += found(job, source)
+                except WorkerError as error:
+                    result.left_out.append(f"{SECTION}, {model}: {name}: {error}")
             compare(job, SECTION, model, SCRIPT, configurations, works, judge_for(source), result)
 
 
@@ -251,20 +254,44 @@ def _mistralrs(job: Job, source: Source) -> Iterator[Configuration]:
     Raises:
         WorkerError: llama.cpp does not take part or cannot make a file.
     """
-    python, maker = job.pythons.get("mistralrs"), job.pythons.get("llama.cpp")
+    python = job.pythons.get("mistralrs")
     if python is None:
         return
-    if maker is None:
+    for form, made in _files_of_llama_cpp(job, source, MISTRALRS_FORMS, "mistralrs "):
+        options = {"how": made["call"].partition(";")[0]}
+        yield Configuration(f"mistral.rs {form}", "mistralrs", Path(made["opened"]["model"]), options, python)
+
+
+def _mixed_bits(job: Job, source: Source) -> Iterator[Configuration]:
+    """Yield layers in 4 to 8 bits, with as many bytes as a file of llama.cpp that mixes bits as well.
+
+    Raises:
+        WorkerError: llama.cpp does not take part or cannot make the file.
+    """
+    for form, made in _files_of_llama_cpp(job, source, MIXED_FORMS, "bytes of "):
+        options = {"weights": "int4", "max_bytes": os.path.getsize(made["opened"]["model"])}
+        yield Configuration(f"Ortolan 4 to 8 bits, bytes of {form}", "ortolan", source.last, options, ours=True)
+
+
+def _files_of_llama_cpp(
+    job: Job, source: Source, forms: Sequence[str], prefix: str
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield formats, and what llama.cpp's worker answers for the file that it makes in a folder named after each.
+
+    Raises:
+        WorkerError: llama.cpp does not take part or cannot make a file.
+    """
+    if (maker := job.pythons.get("llama.cpp")) is None:
         raise WorkerError("llama.cpp, which makes its files, does not take part")
     with Worker(WORKERS / SCRIPT, {"threads": 1, "cpus": []}, python=maker) as worker:
-        for form in MISTRALRS_FORMS:
-            folder = source.gguf.with_name(f"mistralrs {form}")
+        for form in forms:
+            folder = source.gguf.with_name(f"{prefix}{form}")
             folder.mkdir()
-            made = worker.ask(
-                "make", engine="llama.cpp", model=str(source.gguf), folder=str(folder), options={"form": form}
+            options = {"form": form}
+            yield (
+                form,
+                worker.ask("make", engine="llama.cpp", model=str(source.gguf), folder=str(folder), options=options),
             )
-            options = {"how": made["call"].partition(";")[0]}
-            yield Configuration(f"mistral.rs {form}", "mistralrs", Path(made["opened"]["model"]), options, python)
 
 
 def judge_for(source: Source) -> Judge:

@@ -22,6 +22,7 @@ from ortolan.errors import OrtolanError
 
 _TORCH, _TRANSFORMERS = "torch==2.13.0", "transformers==5.23.0"
 
+_CLANGS = ("clang-16", "clang", *(f"clang-{version}" for version in range(22, 16, -1)))
 _MAY_HAVE_AMX = sys.platform == "linux" and platform.machine() == "x86_64"
 
 # Maps an engine to its packages. Versions are pinned, because results of different versions are not comparable.
@@ -36,23 +37,29 @@ REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "mistralrs": ("mistralrs==0.9.5", "numpy"),
     "deepsparse": ("deepsparse==1.8.0",),
 }
-# Environment variables for packages that pip compiles here. GCC 12 to 15 remove ggml's stores to memory that only AMX
-# instructions read, such as the tile configuration, so dead store elimination is off. The vision library (LLAVA) is not
-# needed.
-_VARIABLES: Mapping[str, Mapping[str, str]] = {
-    "llama.cpp": {
-        "CMAKE_ARGS": "-DLLAVA_BUILD=OFF",
-        **({"CXXFLAGS": "-fno-tree-dse -fno-dse"} if _MAY_HAVE_AMX else {}),
-    }
-}
 # Runtimes whose licenses allow only evaluation; they run only if --peer names them.
 ASKED_FOR = ("deepsparse",)
 _MADE = ".made"
 
 
+def _variables(peer: str) -> Mapping[str, str]:
+    """Return environment variables for packages that pip compiles here.
+
+    llama.cpp is compiled by clang if it is installed (packages clang-16 and libomp-16-dev of Debian). GCC 12 to 15
+    remove ggml's stores to memory that only AMX instructions read, such as the tile configuration, so dead store
+    elimination is off with GCC. The vision library (LLAVA) is not needed.
+    """
+    if peer != "llama.cpp":
+        return {}
+    variables = {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}
+    if clang := next(filter(shutil.which, _CLANGS), None):
+        return variables | {"CC": clang, "CXX": clang.replace("clang", "clang++")}
+    return variables | ({"CXXFLAGS": "-fno-tree-dse -fno-dse"} if _MAY_HAVE_AMX else {})
+
+
 def environment_folder(peer: str) -> Path:
     """Return the folder of a runtime's environment; it depends on the requirements and on Python's version."""
-    variables = (f"{name}={value}" for name, value in _VARIABLES.get(peer, {}).items())
+    variables = (f"{name}={value}" for name, value in _variables(peer).items())
     text = "\n".join((*REQUIREMENTS[peer], *variables, sys.version))
     return default_cache_dir() / "peers" / f"{peer}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
@@ -72,7 +79,7 @@ def make_environment(peer: str, say: Callable[[str], None]) -> str:
     folder.parent.mkdir(parents=True, exist_ok=True)
     _run([sys.executable, "-m", "venv", str(folder)], peer)
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    variables = _VARIABLES.get(peer, {})
+    variables = _variables(peer)
     # pip's cache may have wheels that were compiled with other variables.
     _run([*pip, *(["--no-cache-dir"] if variables else []), *REQUIREMENTS[peer]], peer, variables)
     (folder / _MADE).touch()

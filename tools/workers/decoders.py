@@ -20,6 +20,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -258,6 +259,8 @@ class LlamaCpp(DecoderEngine):
             _requantize(source, model, form)
             steps.append(f"llama_model_quantize({source.name!r} to {form}, allow_requantize)")
         steps.append(f"llama_decode, n_batch={cls._BATCH}, n_ubatch=512, flash_attn=auto, type_k = type_v = {cache}")
+        system = importlib.import_module("llama_cpp").llama_print_system_info().decode()
+        steps.append(", ".join(re.findall(r"(\w+) = 1\b", system)))
         return Made({"model": str(model), "cache": cache}, "; ".join(steps), megabytes(model))
 
     def __init__(self, threads: int, model: str, cache: str) -> None:

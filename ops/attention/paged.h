@@ -1,0 +1,75 @@
+// Attention over a paged cache: queries of one sequence, for the query heads that share one head of keys and values.
+//
+//     s[t, h, j] = log2(e) capped(scale (q[t, h] . k[j]))       in powers of two; capped: attention.h
+//     partial    = max, sum and y of 2^(s - max) as in decode.h, for the visible keys j of a range [begin, end)
+//
+// Token t is at `position` + t. It sees key j if position + t - window < j <= position + t; window 0 is unlimited. Keys
+// and values are in blocks of kBlockTokens tokens; block i of the sequence is block blocks[i] of the pools. They are
+// bfloat16, and everything else is float32:
+//
+//     keys    [block][kv_heads][head_dim][kBlockTokens]     transposed, so that a vector holds one dimension of keys
+//     values  [block][kv_heads][kBlockTokens][head_dim]
+//
+// With sinks, each head has one more key, with score log2(e) sinks[h] and value 0; the part with key 0 adds it.
+//
+// A row's result has the same bits whatever the other tokens and heads of the call are, and on every CPU:
+//
+//   - s: a chain of fused multiply-adds from +0, by ascending d, of q (times scale log2(e), rounded) and k. Then it is
+//     capped.
+//   - Keys in tiles of kPagedTile, counted from key 0, of which the visible ones count. The weights of a tile are
+//     2^(s - m), with m the largest s so far. If m grew, y and the sums are first multiplied by 2^(previous m - m).
+//   - Weights are added to sum j % 16. At the end, sums i and i + 8 are added, then i and i + 4, i + 2, i + 1.
+//   - y: fused multiply-adds of the weights and v, by ascending j.
+//
+// Error of y / sum: as for float32 keys and values in decode.h, without its second term. Inf and NaN in keys and values
+// reach only the rows that see them.
+//
+// Kernels neither allocate nor create threads.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "attention/decode.h"
+#include "isa/features.h"
+
+namespace ortolan {
+
+inline constexpr int64_t kBlockTokens = 16;
+inline constexpr int64_t kPagedTile = 64;          // keys
+inline constexpr int64_t kMostPagedHeadDim = 512;  // multiples of 16
+
+struct PagedAttentionArgs {
+  int64_t heads = 1;  // query heads that share the keys and values
+  int64_t head_dim = 0;
+  int64_t tokens = 0;
+  int64_t position = 0;
+  const float* q = nullptr;  // [tokens][heads][head_dim]
+  int64_t q_token_bytes = 0;
+  int64_t q_head_bytes = 0;
+  const int64_t* blocks = nullptr;
+  const uint16_t* keys = nullptr;  // of this head, in block 0
+  const uint16_t* values = nullptr;
+  int64_t block_bytes = 0;  // from a block to the next one
+  int64_t window = 0;
+  float scale = 1.0f;
+  float softcap = 0.0f;
+  const float* sinks = nullptr;  // [heads]; null: none
+};
+
+struct PagedAttentionFunctions {
+  int64_t (*scratch_bytes)(int64_t rows, int64_t head_dim);
+  // Rows of the partial result: token by token, then by head. begin is a multiple of kPagedTile. scratch:
+  // scratch_bytes(tokens heads, head_dim), aligned to 64.
+  void (*run)(const PagedAttentionArgs& args, int64_t begin, int64_t end, const DecodePartial& partial, void* scratch);
+};
+
+struct PagedAttentionKernel : PagedAttentionFunctions {
+  const char* name;
+  Features needs;
+};
+
+// The kernels of this build, best first; the last one runs on any CPU.
+std::span<const PagedAttentionKernel> PagedAttentionKernels();
+
+}  // namespace ortolan

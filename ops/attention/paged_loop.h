@@ -1,0 +1,301 @@
+// The loop over tiles of keys, for all targets. Tokens that see a whole tile share its passes: rows in registers times
+// vectors of keys, then rows times vectors of values. The others go one by one, so that keys that a row does not see
+// never touch its results. Included only by paged_kernels.cc; local to each target.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/paged.h"
+#include "attention/softcap.h"
+#include "simd/at_byte.h"
+
+namespace ortolan {
+namespace {
+
+template <typename Simd>
+class PagedLoop {
+  using Float = typename Simd::Float;
+  static constexpr int64_t kLanes = Simd::kLanes;
+  static constexpr int kVectors = static_cast<int>(kBlockTokens / kLanes);  // of 16 floats
+  static constexpr int kSums = Simd::kRegisters - 4;  // registers for sums; the others hold operands
+  // Rows that a pass holds in registers.
+  static constexpr int kRows = kSums / kVectors > 12 ? 12 : kSums / kVectors < 1 ? 1 : kSums / kVectors;
+  static constexpr int kBlocks = static_cast<int>(kPagedTile / kBlockTokens);  // in a tile
+  // Rows from which on a tile is converted to floats first.
+  static constexpr int64_t kManyRows = 2 * kRows;
+  static constexpr float kLowest = -0x1.fffffep127f;
+  static constexpr float kMinusInfinity = -__builtin_inff();
+  static constexpr float kLog2E = 1.44269504f;
+  static constexpr int64_t kBf16 = sizeof(uint16_t);
+
+  // 16-float columns of a pass over `rows` rows that fit the registers: 1, 2 or 4.
+  static constexpr int Columns(int rows) {
+    const int fit = kSums / (rows * kVectors);
+    return fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
+  }
+
+  // Keys or values of a tile, as bfloat16 in the pool or as floats.
+  struct Bf16 {
+    const uint8_t* at[kBlocks];
+    Float Load(int block, int64_t index) const { return Simd::LoadBf16(at[block] + index * kBf16); }
+  };
+  struct Floats {
+    const float* at;
+    int64_t block_floats;
+    Float Load(int block, int64_t index) const { return Simd::Load(at + block * block_floats + index); }
+  };
+
+  const PagedAttentionArgs& args_;
+  const DecodePartial& partial_;
+  const int64_t dim_;
+  float* q_;       // [rows][dim]
+  float* scores_;  // [rows][kPagedTile], then the weights
+  float* sums_;    // [rows][16]
+  float* keys_;    // [kPagedTile][dim]
+  float* values_;  // [kPagedTile][dim]
+
+  PagedLoop(const PagedAttentionArgs& args, const DecodePartial& partial, void* scratch)
+      : args_(args), partial_(partial), dim_(args.head_dim) {
+    const int64_t rows = args.tokens * args.heads;
+    float* next = static_cast<float*>(scratch);
+    const auto take = [&](int64_t count) {
+      float* taken = next;
+      next += count;
+      return taken;
+    };
+    scores_ = take(rows * kPagedTile);
+    sums_ = take(rows * kBlockTokens);
+    keys_ = take(kPagedTile * dim_);
+    values_ = take(kPagedTile * dim_);
+    q_ = take(rows * dim_);
+  }
+
+  // The first key that token t sees, and the one after the last.
+  int64_t FirstOf(int64_t t) const {
+    const int64_t first = args_.position + t + 1 - args_.window;
+    return args_.window > 0 && first > 0 ? first : 0;
+  }
+  int64_t EndOf(int64_t t) const { return args_.position + t + 1; }
+
+  void Begin(bool with_sinks) const {
+    const Float factor = Simd::Set(args_.scale * kLog2E), zero = Simd::Set(0.0f);
+    for (int64_t t = 0; t < args_.tokens; ++t) {
+      for (int64_t h = 0; h < args_.heads; ++h) {
+        const int64_t row = t * args_.heads + h;
+        const float* from = AtByte(args_.q, t * args_.q_token_bytes + h * args_.q_head_bytes);
+        for (int64_t d = 0; d < dim_; d += kLanes) {
+          Simd::Store(q_ + row * dim_ + d, Simd::Multiply(Simd::Load(from + d), factor));
+          Simd::Store(partial_.y + row * dim_ + d, zero);
+        }
+        for (int64_t i = 0; i < kBlockTokens; i += kLanes) Simd::Store(sums_ + row * kBlockTokens + i, zero);
+        partial_.max[row] = kLowest;
+        if (!with_sinks) continue;
+        partial_.max[row] = args_.sinks[h] * kLog2E;
+        sums_[row * kBlockTokens] = 1;
+      }
+    }
+  }
+
+  const uint8_t* Block(const uint16_t* pool, int64_t block) const {
+    return reinterpret_cast<const uint8_t*>(AtByte(pool, args_.blocks[block] * args_.block_bytes));
+  }
+  // A tile may end after the sequence's last block; what is there is not read.
+  Bf16 Tile(const uint16_t* pool, int64_t first, int64_t end) const {
+    Bf16 tile;
+    for (int b = 0; b < kBlocks; ++b) {
+      const int64_t key = first + b * kBlockTokens;
+      tile.at[b] = Block(pool, (key < end ? key : first) / kBlockTokens);
+    }
+    return tile;
+  }
+  Floats Converted(const Bf16& tile, float* to) const {
+    const int64_t count = kBlockTokens * dim_;
+    for (int b = 0; b < kBlocks; ++b) {
+      for (int64_t i = 0; i < count; i += kLanes) Simd::Store(to + b * count + i, tile.Load(b, i));
+    }
+    return {to, count};
+  }
+
+  // Scores of kOfRows rows and kOfBlocks blocks from `block` on.
+  template <int kOfRows, int kOfBlocks, typename Keys>
+  void ScoreRows(int64_t row, int block, const Keys& keys) const {
+    Float sum[kOfRows][kOfBlocks * kVectors];
+#pragma GCC unroll 16
+    for (int r = 0; r < kOfRows; ++r) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kOfBlocks * kVectors; ++i) sum[r][i] = Simd::Set(0.0f);
+    }
+    const float* q = q_ + row * dim_;
+    for (int64_t d = 0; d < dim_; ++d) {
+      Float key[kOfBlocks * kVectors];
+#pragma GCC unroll 16
+      for (int i = 0; i < kOfBlocks * kVectors; ++i) {
+        key[i] = keys.Load(block + i / kVectors, d * kBlockTokens + i % kVectors * kLanes);
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < kOfRows; ++r) {
+        const Float value = Simd::Set(q[r * dim_ + d]);
+#pragma GCC unroll 16
+        for (int i = 0; i < kOfBlocks * kVectors; ++i) sum[r][i] = Simd::MultiplyAdd(value, key[i], sum[r][i]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kOfRows; ++r) {
+      float* to = scores_ + (row + r) * kPagedTile + block * kBlockTokens;
+#pragma GCC unroll 16
+      for (int i = 0; i < kOfBlocks * kVectors; ++i) Simd::Store(to + i * kLanes, sum[r][i]);
+    }
+  }
+  template <int kOfRows, typename Keys>
+  void Score(int64_t row, const Keys& keys) const {
+    constexpr int kTogether = Columns(kOfRows);
+    for (int block = 0; block < kBlocks; block += kTogether) ScoreRows<kOfRows, kTogether>(row, block, keys);
+  }
+
+  // Replaces the scores of a row by weights, of which [first, end) of the tile are visible.
+  void Weigh(int64_t row, int64_t first, int64_t end) const {
+    float* scores = scores_ + row * kPagedTile;
+    if (args_.softcap != 0) {
+      const Softcap<Simd> cap(args_.softcap);
+      for (int64_t i = 0; i < kPagedTile; i += kLanes) Simd::Store(scores + i, cap.Of(Simd::Load(scores + i)));
+    }
+    for (int64_t i = 0; i < first; ++i) scores[i] = kMinusInfinity;
+    for (int64_t i = end; i < kPagedTile; ++i) scores[i] = kMinusInfinity;
+    Float most = Simd::Set(partial_.max[row]);
+    for (int64_t i = 0; i < kPagedTile; i += kLanes) most = Simd::Max(Simd::Load(scores + i), most);
+    const float before = partial_.max[row], now = Simd::MaxOfLanes(most);
+    float* sums = sums_ + row * kBlockTokens;
+    if (now != before) {
+      partial_.max[row] = now;
+      const Float correction = Simd::Exp2(Simd::Set(before - now));
+      float* y = partial_.y + row * dim_;
+      for (int64_t i = 0; i < kBlockTokens; i += kLanes) {
+        Simd::Store(sums + i, Simd::Multiply(Simd::Load(sums + i), correction));
+      }
+      for (int64_t d = 0; d < dim_; d += kLanes) Simd::Store(y + d, Simd::Multiply(Simd::Load(y + d), correction));
+    }
+    const Float maximum = Simd::Set(now);
+    for (int64_t i = 0; i < kPagedTile; i += kLanes) {
+      const Float weight = Simd::Exp2(Simd::Subtract(Simd::Load(scores + i), maximum));
+      Simd::Store(scores + i, weight);
+      float* sum = sums + i % kBlockTokens;
+      Simd::Store(sum, Simd::Add(Simd::Load(sum), weight));
+    }
+  }
+
+  // Adds the weighted values of keys [first, end) of the tile to dimensions d … of kOfRows rows.
+  template <int kOfRows, int kColumns, typename Values>
+  void AddValues(int64_t row, int64_t d, const Values& values, int64_t first, int64_t end) const {
+    Float sum[kOfRows][kColumns * kVectors];
+    float* y = partial_.y + row * dim_ + d;
+#pragma GCC unroll 16
+    for (int r = 0; r < kOfRows; ++r) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kColumns * kVectors; ++i) sum[r][i] = Simd::Load(y + r * dim_ + i * kLanes);
+    }
+    const float* weights = scores_ + row * kPagedTile;
+    for (int64_t j = first; j < end; ++j) {
+      const int block = static_cast<int>(j / kBlockTokens);
+      const int64_t index = j % kBlockTokens * dim_ + d;
+      Float value[kColumns * kVectors];
+#pragma GCC unroll 16
+      for (int i = 0; i < kColumns * kVectors; ++i) value[i] = values.Load(block, index + i * kLanes);
+#pragma GCC unroll 16
+      for (int r = 0; r < kOfRows; ++r) {
+        const Float weight = Simd::Set(weights[r * kPagedTile + j]);
+#pragma GCC unroll 16
+        for (int i = 0; i < kColumns * kVectors; ++i) sum[r][i] = Simd::MultiplyAdd(weight, value[i], sum[r][i]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kOfRows; ++r) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kColumns * kVectors; ++i) Simd::Store(y + r * dim_ + i * kLanes, sum[r][i]);
+    }
+  }
+
+  template <int kOfRows, typename Keys, typename Values>
+  void Pass(int64_t row, const Keys& keys, const Values& values, int64_t first, int64_t end) const {
+    constexpr int kColumns = Columns(kOfRows);
+    Score<kOfRows>(row, keys);
+    for (int r = 0; r < kOfRows; ++r) Weigh(row + r, first, end);
+    int64_t d = 0;
+    for (; d + kColumns * kBlockTokens <= dim_; d += kColumns * kBlockTokens) {
+      AddValues<kOfRows, kColumns>(row, d, values, first, end);
+    }
+    for (; d < dim_; d += kBlockTokens) AddValues<kOfRows, 1>(row, d, values, first, end);
+  }
+  template <int kOfRows, typename Keys, typename Values>
+  void LastPass(int64_t row, int64_t rows, const Keys& keys, const Values& values, int64_t first, int64_t end) const {
+    if constexpr (kOfRows > 0) {
+      if (rows == kOfRows) return Pass<kOfRows>(row, keys, values, first, end);
+      LastPass<kOfRows - 1>(row, rows, keys, values, first, end);
+    }
+  }
+  // Attends from rows `row` … row + rows - 1 to keys [first, end) of the tile.
+  template <typename Keys, typename Values>
+  void Attend(int64_t row, int64_t rows, const Keys& keys, const Values& values, int64_t first, int64_t end) const {
+    for (; rows >= kRows; row += kRows, rows -= kRows) Pass<kRows>(row, keys, values, first, end);
+    LastPass<kRows - 1>(row, rows, keys, values, first, end);
+  }
+
+  void AttendTile(int64_t tile) const {
+    const int64_t tile_end = tile + kPagedTile, last = args_.tokens - 1;
+    // The tokens from `begin` on see the tile's keys; those in [whole, whole_end) see all of them.
+    const int64_t begin = tile > args_.position ? tile - args_.position : 0;
+    int64_t whole = tile_end - 1 > args_.position ? tile_end - 1 - args_.position : 0;
+    if (whole > args_.tokens) whole = args_.tokens;
+    int64_t end = args_.tokens, whole_end = args_.tokens;
+    if (args_.window > 0) {
+      while (end > begin && FirstOf(end - 1) >= tile_end) --end;
+      whole_end = end;
+      while (whole_end > whole && FirstOf(whole_end - 1) > tile) --whole_end;
+      if (whole > whole_end) whole = whole_end;
+    }
+    if (begin >= end) return;
+    const Bf16 keys = Tile(args_.keys, tile, EndOf(last)), values = Tile(args_.values, tile, EndOf(last));
+    const int64_t rows = (whole_end - whole) * args_.heads;
+    const auto one_by_one = [&](int64_t from, int64_t to) {
+      for (int64_t t = from; t < to; ++t) {
+        const int64_t first = FirstOf(t) > tile ? FirstOf(t) - tile : 0;
+        const int64_t seen = EndOf(t) < tile_end ? EndOf(t) - tile : kPagedTile;
+        Attend(t * args_.heads, args_.heads, keys, values, first, seen);
+      }
+    };
+    one_by_one(begin, whole);
+    if (rows >= kManyRows) {
+      Attend(whole * args_.heads, rows, Converted(keys, keys_), Converted(values, values_), 0, kPagedTile);
+    } else {
+      Attend(whole * args_.heads, rows, keys, values, 0, kPagedTile);
+    }
+    one_by_one(whole_end, end);
+  }
+
+  void End() const {
+    for (int64_t row = 0; row < args_.tokens * args_.heads; ++row) {
+      float* sums = sums_ + row * kBlockTokens;
+      for (int64_t half = kBlockTokens / 2; half > 0; half /= 2) {
+        for (int64_t i = 0; i < half; ++i) sums[i] += sums[i + half];
+      }
+      partial_.sum[row] = sums[0];
+    }
+  }
+
+ public:
+  static int64_t ScratchBytes(int64_t rows, int64_t head_dim) {
+    const int64_t floats = rows * (kPagedTile + kBlockTokens + head_dim) + 2 * kPagedTile * head_dim;
+    return floats * static_cast<int64_t>(sizeof(float));
+  }
+
+  static void Run(const PagedAttentionArgs& args, int64_t begin, int64_t end, const DecodePartial& partial,
+                  void* scratch) {
+    const PagedLoop loop(args, partial, scratch);
+    loop.Begin(args.sinks != nullptr && begin == 0);
+    const int64_t seen = args.position + args.tokens;
+    for (int64_t tile = begin; tile < (end < seen ? end : seen); tile += kPagedTile) loop.AttendTile(tile);
+    loop.End();
+  }
+};
+
+}  // namespace
+}  // namespace ortolan

@@ -1,0 +1,237 @@
+// ORT adapter of PagedNoMADAttention: attention of chunks of several sequences, one after another, over pools of blocks
+// of keys and values that all sequences share.
+//
+//     query float [1, tokens, heads D] or [1, heads, tokens, D]; key, value: the same with kv_heads
+//     key_pool bf16 [blocks, kv_heads, D, 16], value_pool bf16 [blocks, kv_heads, 16, D]: a block has 16 tokens
+//     sequence_starts int64 [sequences + 1]: the first token of each sequence in this call, then the number of tokens
+//     past_lengths int64 [sequences]: tokens of each sequence that the pools hold
+//     block_table int64 [sequences, columns]: the block of each 16 tokens of the sequence; entries beyond its tokens
+//         after this call are ignored
+//     cos, sin float [positions, D / 2] (optional): rotary embedding of query and key, as in NoMADAttention
+//     sinks float [heads] (optional): a further score of each head, without a value
+//     -> Y float [1, tokens, heads D], and the pools with the tokens appended
+//
+// Attributes: num_heads, kv_num_heads, scale, softcap and rotary_interleaved as in NoMADAttention; window: a query sees
+// this number of keys, its own included; 0: all.
+//
+// A token sees the earlier tokens of its sequence and itself, all as the pools store them. So its Y has the same bits
+// however the sequence is divided into calls, and whatever other sequences are in the call. Sequences may share blocks
+// to which no sequence of the call appends. The host binds one buffer to a pool and its output; otherwise the pool is
+// copied.
+//
+// ONNX Runtime up to 1.23 crashes on an omitted input before a given one; a constant 0 of shape [1] may replace cos and
+// sin.
+#include <cmath>
+#include <cstring>
+#include <optional>
+
+#include "nomad_attention/op_cached.h"
+#include "nomad_attention/paged_plan.h"
+#include "operators.h"
+
+namespace ortolan {
+namespace {
+
+constexpr const char* kPagedOpType = "PagedNoMADAttention";
+constexpr int64_t kMostHeads = int64_t{1} << 16;
+constexpr int64_t kFloat = sizeof(float);
+
+enum PagedInput : size_t {
+  kPagedQuery,
+  kPagedKey,
+  kPagedValue,
+  kKeyPool,
+  kValuePool,
+  kSequenceStarts,
+  kPastLengths,
+  kBlockTable,
+  kPagedCos,
+  kPagedSin,
+  kSinks,
+  kPagedInputCount
+};
+enum PagedOutput : size_t { kPagedY, kNewKeyPool, kNewValuePool, kPagedOutputCount };
+
+class PagedKernel {
+ public:
+  explicit PagedKernel(const OrtKernelInfo& info) : node_(info, kPagedOpType) {
+    heads_ = IntAttribute(info, "num_heads", node_.text);
+    kv_heads_ = IntAttributeOr(info, "kv_num_heads", 0);
+    if (kv_heads_ == 0) kv_heads_ = heads_;
+    if (heads_ < 1 || heads_ > kMostHeads || kv_heads_ < 1 || heads_ % kv_heads_ != 0) {
+      throw node_.Error("num_heads is ", heads_, " and kv_num_heads ", kv_heads_, ", expected 1 to ", kMostHeads,
+                        " heads, and kv_num_heads a divisor of num_heads");
+    }
+    scale_ = FloatAttributeOr(info, "scale", 0);
+    if (!std::isfinite(scale_)) throw node_.Error("scale is ", scale_, ", expected a finite value");
+    softcap_ = FloatAttributeOr(info, "softcap", 0);
+    if (!IsSoftcap(softcap_)) {
+      throw node_.Error("softcap is ", softcap_, ", expected 0, or ", kLeastSoftcap, " to ", kMostSoftcap);
+    }
+    PagedForm form;
+    form.window = node_.Tokens(info, "window");
+    form.interleaved = node_.Flag(info, "rotary_interleaved");
+    has_rotary_ = node_.HasValues(info, kPagedCos);
+    if (has_rotary_ != node_.HasValues(info, kPagedSin)) {
+      throw node_.Error("only one of the inputs cos and sin is given, expected both or neither");
+    }
+    for (const size_t i : {kPagedCos, kPagedSin, kSinks}) {
+      if (node_.HasInput(i)) floats_[i] = AlignedConstant<float>(info, i);
+    }
+    plan_.emplace(form);
+  }
+
+  void Compute(KernelContext& context, Host& host) const {
+    AttentionCall sizes;
+    sizes.batch = 1;
+    sizes.heads = heads_;
+    sizes.kv_heads = kv_heads_;
+    sizes.softcap = softcap_;
+    PagedCall call(sizes);
+    ReadRows(context, call);
+    call.scale = scale_ != 0 ? scale_ : 1.0f / std::sqrt(static_cast<float>(call.head_dim));
+    CheckPool(context, kKeyPool, {call.head_dim, kBlockTokens}, call);
+    CheckPool(context, kValuePool, {kBlockTokens, call.head_dim}, call);
+    ReadSequences(context, call);
+    ReadFloats(context, call);
+    call.y = context.Output<float>(kPagedY, {1, call.queries, call.heads * call.head_dim});
+    call.key_pool = Appended(context, kKeyPool, kNewKeyPool);
+    call.value_pool = Appended(context, kValuePool, kNewValuePool);
+    plan_->Run(host, call);
+  }
+
+ private:
+  // Reads query, key and value, and the sizes that follow from them.
+  void ReadRows(const KernelContext& context, PagedCall& call) const {
+    const auto read = [&](size_t input, const char* meaning, int64_t heads) {
+      const Shape shape = ShapeOf(context, input);
+      const bool by_heads = shape.size() == 4;
+      const bool fits = by_heads ? shape[0] == 1 && shape[1] == heads
+                                 : shape.size() == 3 && shape[0] == 1 && shape[2] > 0 && shape[2] % heads == 0;
+      const int64_t tokens = fits ? shape[by_heads ? 2 : 1] : 0,
+                    dim = fits ? (by_heads ? shape[3] : shape[2] / heads) : 0;
+      if (input == kPagedQuery) {
+        call.queries = tokens;
+        call.head_dim = dim;
+      }
+      if (!fits || tokens != call.queries || dim != call.head_dim) {
+        throw node_.WrongShape(context, input, meaning,
+                               ErrorText("[1, tokens, ", heads, " heads] or [1, ", heads, ", tokens, D]",
+                                         input == kPagedQuery ? "" : ", with the tokens and head size of the query"));
+      }
+      const int64_t bytes = dim * kFloat;
+      return HeadRows{context.Input(input).Data<float>(), 0, by_heads ? tokens * bytes : bytes,
+                      by_heads ? bytes : heads * bytes};
+    };
+    call.q = read(kPagedQuery, "query", call.heads);
+    if (call.head_dim < kBlockTokens || call.head_dim > kMostPagedHeadDim || call.head_dim % kBlockTokens != 0) {
+      throw node_.Error("head size is ", call.head_dim, ", expected a multiple of ", kBlockTokens, " from ",
+                        kBlockTokens, " to ", kMostPagedHeadDim);
+    }
+    call.k = read(kPagedKey, "key", call.kv_heads);
+    call.v = read(kPagedValue, "value", call.kv_heads);
+  }
+
+  // Checks a pool, and sets the number of blocks.
+  void CheckPool(const KernelContext& context, size_t input, const Shape& block, PagedCall& call) const {
+    const Shape shape = ShapeOf(context, input);
+    const bool fits = shape.size() == 4 && shape[1] == call.kv_heads && shape[2] == block[0] && shape[3] == block[1];
+    if (!fits || (input == kValuePool && shape[0] != call.blocks)) {
+      const std::string blocks = input == kValuePool ? std::to_string(call.blocks) : "blocks";
+      throw node_.WrongShape(context, input, input == kKeyPool ? "key_pool" : "value_pool",
+                             ErrorText("[", blocks, ", ", call.kv_heads, ", ", block[0], ", ", block[1], "]"));
+    }
+    call.blocks = shape[0];
+  }
+
+  void ReadSequences(const KernelContext& context, PagedCall& call) const {
+    const auto read = [&](size_t input, const char* meaning, size_t rank) {
+      if (ShapeOf(context, input).size() != rank) {
+        throw node_.WrongShape(context, input, meaning, rank == 1 ? "one dimension" : "two dimensions");
+      }
+      const Tensor value = context.Input(input);
+      return std::span<const int64_t>(value.Data<int64_t>(), static_cast<size_t>(value.Count()));
+    };
+    call.starts = read(kSequenceStarts, "sequence_starts", 1);
+    call.past = read(kPastLengths, "past_lengths", 1);
+    call.table = read(kBlockTable, "block_table", 2).data();
+    const Shape table = ShapeOf(context, kBlockTable);
+    call.table_columns = table[1];
+    if (table[0] != call.Sequences()) {
+      throw node_.WrongShape(context, kBlockTable, "block_table",
+                             ErrorText("a row for each of ", call.Sequences(), " sequences of past_lengths"));
+    }
+    const std::string problem = call.Problem();
+    if (!problem.empty()) throw node_.Error(problem);
+  }
+
+  void ReadFloats(const KernelContext& context, PagedCall& call) const {
+    if (node_.HasInput(kSinks)) {
+      if (ShapeOf(context, kSinks) != Shape{call.heads}) {
+        throw node_.WrongShape(context, kSinks, "sinks", ErrorText("[", call.heads, "]"));
+      }
+      call.sinks = floats_[kSinks].In(context.Input(kSinks));
+    }
+    if (!has_rotary_) return;
+    const Shape shape = ShapeOf(context, kPagedCos), sin_shape = ShapeOf(context, kPagedSin);
+    if (shape.size() != 2 || shape[1] != call.head_dim / 2 || sin_shape != shape) {
+      throw node_.Error("cos has shape ", ShapeText(shape), " and sin ", ShapeText(sin_shape),
+                        ", expected [positions, ", call.head_dim / 2, "] for both");
+    }
+    for (int64_t b = 0; b < call.Sequences(); ++b) {
+      const int64_t tokens = call.Past(b) + call.Added(b);
+      if (call.Added(b) == 0 || tokens <= shape[0]) continue;
+      throw node_.Error("sequence ", b, " has ", tokens, " tokens, but cos and sin have ", shape[0],
+                        " positions. Pass shorter sequences.");
+    }
+    call.cos = floats_[kPagedCos].In(context.Input(kPagedCos));
+    call.sin = floats_[kPagedSin].In(context.Input(kPagedSin));
+  }
+
+  // Returns the pool of an output, copied from the input unless they are one buffer.
+  static uint16_t* Appended(KernelContext& context, size_t input, size_t output) {
+    const Tensor pool = context.Input(input);
+    const uint16_t* from = pool.Data<uint16_t>();
+    uint16_t* to = context.Output<uint16_t>(output, pool.Shape());
+    if (to != from && pool.Count() > 0) std::memcpy(to, from, static_cast<size_t>(pool.Count()) * sizeof(uint16_t));
+    return to;
+  }
+
+  AttentionNode node_;
+  int64_t heads_ = 0, kv_heads_ = 0;
+  float scale_ = 0, softcap_ = 0;
+  bool has_rotary_ = false;
+  AlignedConstant<float> floats_[kPagedInputCount];  // cos, sin and sinks
+  std::optional<PagedPlan> plan_;
+};
+
+constexpr ONNXTensorElementDataType kFloats = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+constexpr ONNXTensorElementDataType kPools = ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
+constexpr ONNXTensorElementDataType kInts = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
+
+struct PagedOp : OrtOp<PagedOp, PagedKernel> {
+  static constexpr ONNXTensorElementDataType kInputTypes[] = {kFloats, kFloats, kFloats, kPools,  kPools, kInts,
+                                                              kInts,   kInts,   kFloats, kFloats, kFloats};
+  static_assert(std::size(kInputTypes) == kPagedInputCount);
+
+  const char* GetName() const { return kPagedOpType; }
+  size_t GetInputTypeCount() const { return kPagedInputCount; }
+  size_t GetOutputTypeCount() const { return kPagedOutputCount; }
+  ONNXTensorElementDataType GetInputType(size_t index) const { return kInputTypes[index]; }
+  ONNXTensorElementDataType GetOutputType(size_t index) const { return index == kPagedY ? kFloats : kPools; }
+  OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t index) const {
+    return index < kPagedCos ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
+  }
+  static void InferShape(OrtShapeInferContext* context) {
+    if (Rank(context, kPagedQuery) == 3) CopyShape(context, LastDimension(context, kPagedQuery));
+  }
+};
+
+}  // namespace
+
+const OrtCustomOp* PagedNoMADAttentionOp() {
+  static const PagedOp op;
+  return &op;
+}
+
+}  // namespace ortolan

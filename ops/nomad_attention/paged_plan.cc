@@ -1,0 +1,215 @@
+#include "nomad_attention/paged_plan.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "formats/bf16.h"
+#include "host/error_text.h"
+#include "isa/kernel_table.h"
+#include "nomad_attention/decode_rows.h"
+
+namespace ortolan {
+namespace {
+
+constexpr int64_t kFloat = sizeof(float);
+// Parts of a row's keys that threads can share. Counted from key 0, so that a row's result does not depend on the call.
+constexpr int64_t kPartKeys = 4096;
+constexpr int64_t kMostRows = 96;  // of a kernel call, except for a single token with more heads
+
+// Chunk of a sequence and one head of keys and values, and a part of its keys.
+struct Unit {
+  int64_t sequence, kv_head, token, tokens, part;
+  int64_t partial;  // index of its first row in the partial results
+};
+
+// Appends a token's key or value to its slot in a block.
+void AppendKey(const float* key, int64_t head_dim, uint16_t* slot) {
+  for (int64_t d = 0; d < head_dim; ++d) slot[d * kBlockTokens] = RoundToBf16(key[d]);
+}
+void AppendValue(const float* value, int64_t head_dim, uint16_t* slot) {
+  for (int64_t d = 0; d < head_dim; ++d) slot[d] = RoundToBf16(value[d]);
+}
+
+}  // namespace
+
+std::string PagedCall::Problem() const {
+  if (starts.size() != past.size() + 1) {
+    return ErrorText("sequence_starts has ", starts.size(), " elements and past_lengths ", past.size(),
+                     ", expected one more");
+  }
+  if (starts.front() != 0 || starts.back() != queries) {
+    return ErrorText("sequence_starts begins with ", starts.front(), " and ends with ", starts.back(),
+                     ", expected 0 and the number of tokens, ", queries);
+  }
+  for (int64_t b = 0; b < Sequences(); ++b) {
+    if (Added(b) < 0) {
+      return ErrorText("sequence_starts decreases from ", Begin(b), " to ", Begin(b + 1), " at sequence ", b);
+    }
+    if (Past(b) < 0 || Past(b) > kMaxTokens - Added(b)) {
+      return ErrorText("past_lengths is ", Past(b), " for sequence ", b, " of ", Added(b),
+                       " new tokens, expected 0 to ", kMaxTokens, " tokens together");
+    }
+    if (Added(b) == 0) continue;
+    const int64_t used = (Past(b) + Added(b) + kBlockTokens - 1) / kBlockTokens;
+    if (used > table_columns) {
+      return ErrorText("sequence ", b, " has ", Past(b) + Added(b), " tokens in ", used, " blocks of ", kBlockTokens,
+                       ", but block_table has ", table_columns, " columns");
+    }
+    for (int64_t i = 0; i < used; ++i) {
+      if (Blocks(b)[i] >= 0 && Blocks(b)[i] < blocks) continue;
+      return ErrorText("block_table is ", Blocks(b)[i], " for block ", i, " of sequence ", b, ", expected 0 to ",
+                       blocks - 1);
+    }
+  }
+  return {};
+}
+
+PagedPlan::PagedPlan(const PagedForm& form)
+    : form_(form),
+      attention_(SelectKernel(PagedAttentionKernels(), ActiveFeatures())),
+      decode_(SelectKernel(DecodeAttentionKernels(), ActiveFeatures())),
+      cache_(SelectKernel(KvCacheKernels(), ActiveFeatures())) {}
+
+void PagedPlan::Rotate(Host& host, const PagedCall& call, std::span<const int64_t> positions, float* q,
+                       float* k) const {
+  const int64_t half = call.head_dim / 2;
+  host.ParallelFor(call.queries, [&](int64_t token) {
+    const int64_t at = positions[static_cast<size_t>(token)] * half;
+    const auto rotate = [&](const HeadRows& rows, int64_t heads, float* to) {
+      for (int64_t head = 0; head < heads; ++head) {
+        cache_.rotate(rows.At(0, head, token), call.cos + at, call.sin + at, call.head_dim, form_.interleaved,
+                      to + (token * heads + head) * call.head_dim);
+      }
+    };
+    rotate(call.q, call.heads, q);
+    rotate(call.k, call.kv_heads, k);
+  });
+}
+
+void PagedPlan::Run(Host& host, PagedCall call) const {
+  if (call.queries == 0) return;
+  std::vector<int64_t> positions, sequences;  // of each token
+  for (int64_t b = 0; b < call.Sequences(); ++b) {
+    for (int64_t i = 0; i < call.Added(b); ++i) {
+      positions.push_back(call.Past(b) + i);
+      sequences.push_back(b);
+    }
+  }
+  std::optional<HostMemory> rotated;
+  if (call.cos != nullptr) {
+    const int64_t head_bytes = call.head_dim * kFloat;
+    rotated.emplace(host, call.queries * (call.heads + call.kv_heads) * head_bytes);
+    float* q = reinterpret_cast<float*>(rotated->data());
+    float* k = q + call.queries * call.heads * call.head_dim;
+    Rotate(host, call, positions, q, k);
+    call.q = {q, 0, head_bytes, call.heads * head_bytes};
+    call.k = {k, 0, head_bytes, call.kv_heads * head_bytes};
+  }
+  // All tokens are in the pools before any is read.
+  host.ParallelFor(call.queries, [&](int64_t token) {
+    const int64_t position = positions[static_cast<size_t>(token)], slot = position % kBlockTokens;
+    const int64_t block = call.Blocks(sequences[static_cast<size_t>(token)])[position / kBlockTokens];
+    for (int64_t head = 0; head < call.kv_heads; ++head) {
+      const int64_t at = (block * call.kv_heads + head) * kBlockTokens * call.head_dim;
+      AppendKey(call.k.At(0, head, token), call.head_dim, call.key_pool + at + slot);
+      AppendValue(call.v.At(0, head, token), call.head_dim, call.value_pool + at + slot * call.head_dim);
+    }
+  });
+  Attend(host, call);
+}
+
+void PagedPlan::Attend(Host& host, const PagedCall& call) const {
+  const int64_t group = call.Group(), most_tokens = std::max<int64_t>(kMostRows / group, 1);
+  std::vector<Unit> units;
+  int64_t rows = 0;
+  for (int64_t b = 0; b < call.Sequences(); ++b) {
+    for (int64_t head = 0; head < call.kv_heads; ++head) {
+      for (int64_t token = 0; token < call.Added(b); token += most_tokens) {
+        const int64_t tokens = std::min(most_tokens, call.Added(b) - token);
+        const int64_t end = call.Past(b) + token + tokens;
+        const int64_t first = form_.window > 0 ? std::max<int64_t>(call.Past(b) + token + 1 - form_.window, 0) : 0;
+        for (int64_t part = first / kPartKeys; part * kPartKeys < end; ++part) {
+          units.push_back({b, head, token, tokens, part, rows});
+          rows += tokens * group;
+        }
+      }
+    }
+  }
+  const int64_t dim = call.head_dim;
+  const HostMemory memory(host, rows * (2 + dim) * kFloat);
+  float* const maxima = reinterpret_cast<float*>(memory.data());
+  const auto partial_of = [&](int64_t row) {
+    return DecodePartial{maxima + row, maxima + rows + row, maxima + 2 * rows + row * dim};
+  };
+  const auto args_of = [&](const Unit& unit) {
+    PagedAttentionArgs args;
+    const int64_t head = unit.kv_head * group, first = call.Begin(unit.sequence) + unit.token;
+    args.heads = group;
+    args.head_dim = dim;
+    args.tokens = unit.tokens;
+    args.position = call.Past(unit.sequence) + unit.token;
+    args.q = call.q.At(0, head, first);
+    args.q_token_bytes = call.q.row_bytes;
+    args.q_head_bytes = call.q.head_bytes;
+    args.blocks = call.Blocks(unit.sequence);
+    const int64_t elements = kBlockTokens * dim;
+    args.keys = call.key_pool + unit.kv_head * elements;
+    args.values = call.value_pool + unit.kv_head * elements;
+    args.block_bytes = call.kv_heads * elements * static_cast<int64_t>(sizeof(uint16_t));
+    args.window = form_.window;
+    args.scale = call.scale;
+    args.softcap = call.softcap;
+    args.sinks = call.sinks == nullptr ? nullptr : call.sinks + head;
+    return args;
+  };
+  // Neighbouring units are one work item until they are worth handing to another thread.
+  std::vector<size_t> items{0};
+  int64_t macs = 0;
+  for (size_t u = 0; u < units.size(); ++u) {
+    const Unit& unit = units[u];
+    const int64_t end = call.Past(unit.sequence) + unit.token + unit.tokens;
+    const int64_t keys = std::min(end - unit.part * kPartKeys, kPartKeys);
+    macs += 2 * unit.tokens * group * keys * dim;
+    if (macs < ActiveTuning().piece_macs && u + 1 < units.size()) continue;
+    items.push_back(u + 1);
+    macs = 0;
+  }
+  const int64_t scratch_bytes = Aligned(attention_.scratch_bytes(most_tokens * group, dim));
+  ForEachWithScratch(host, static_cast<int64_t>(items.size()) - 1, scratch_bytes, [&](int64_t item, char* scratch) {
+    for (size_t u = items[static_cast<size_t>(item)]; u < items[static_cast<size_t>(item) + 1]; ++u) {
+      const int64_t begin = units[u].part * kPartKeys;
+      attention_.run(args_of(units[u]), begin, begin + kPartKeys, partial_of(units[u].partial), scratch);
+    }
+  });
+  // Merge the parts of each row in order, and only those with keys that the row sees.
+  const auto finish = [&](size_t u) {
+    const Unit& unit = units[u];
+    const int64_t position = call.Past(unit.sequence) + unit.token;
+    for (int64_t t = 0; t < unit.tokens; ++t) {
+      std::optional<DecodePartial> whole;
+      for (size_t part = u; part < units.size() && units[part].token == unit.token &&
+                            units[part].sequence == unit.sequence && units[part].kv_head == unit.kv_head;
+           ++part) {
+        const int64_t begin = units[part].part * kPartKeys, first = position + t + 1 - form_.window;
+        if (begin > position + t || (form_.window > 0 && first >= begin + kPartKeys)) continue;
+        const DecodePartial own = partial_of(units[part].partial + t * group);
+        if (whole) {
+          decode_.merge(group, dim, own, *whole);
+        } else {
+          whole = own;
+        }
+      }
+      const int64_t row = call.Begin(unit.sequence) + unit.token + t;
+      decode_.finish(group, dim, *whole, call.Y(0, unit.kv_head * group, row), dim * kFloat);
+    }
+  };
+  std::vector<size_t> firsts;  // the first unit of each chunk and head
+  for (size_t u = 0; u < units.size(); ++u) {
+    const bool follows = u > 0 && units[u - 1].token == units[u].token && units[u - 1].kv_head == units[u].kv_head &&
+                         units[u - 1].sequence == units[u].sequence;
+    if (!follows) firsts.push_back(u);
+  }
+  host.ParallelFor(static_cast<int64_t>(firsts.size()), [&](int64_t i) { finish(firsts[static_cast<size_t>(i)]); });
+}
+
+}  // namespace ortolan
