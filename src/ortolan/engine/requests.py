@@ -109,7 +109,8 @@ class Request:
         prompt: Token ids.
         max_tokens: The most tokens of an answer; an answer also ends when the model's context is full.
         sampling: How tokens are drawn.
-        stop: Strings that end an answer. The answer's text ends before them; its tokens include them. Needs a tokenizer.
+        stop: Strings that end an answer. The answer's text ends before them; its tokens include
+            them. Needs a tokenizer.
         end_tokens: Tokens that end an answer. They count as tokens of the answer and are not part of its text.
         n: The number of answers, which are called choices.
         priority: Requests of lower numbers run first and take the memory of others.

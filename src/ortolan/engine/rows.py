@@ -50,7 +50,7 @@ class Sampled(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Sampler(Protocol):
+class TokenSampler(Protocol):
     """Draws tokens. A row's token depends only on its logits and on its `RowState`, not on other rows or calls."""
 
     def sample(self, logits: NDArray[np.float32], rows: Sequence[RowState]) -> list[Sampled]:
