@@ -63,7 +63,8 @@ constexpr double kFixedUnit = 1.0 / (uint64_t{1} << 44);
 // Unsigned integers in the order of the floats; equal for both zeros.
 inline uint32_t Key(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x + 0.0f);
-  return bits ^ (bits >> 31 != 0 ? 0xFFFFFFFFu : 0x80000000u);
+  const uint32_t sign = static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31);
+  return bits ^ (sign | 0x80000000u);  // a condition would compile to a branch, which random signs mispredict
 }
 
 inline uint64_t HighProduct(uint64_t a, uint64_t b) {
