@@ -17,8 +17,8 @@ constexpr float kLargestFloat = std::numeric_limits<float>::max();
 constexpr int64_t kChunk = 1024;
 constexpr int64_t kLanes = 8;
 
-// exp(z) for z <= 0, with a relative error below 2^-22; exp(0) is 1. Arguments below -64 give exp(-64). The order of
-// operations is fixed, so that vector code of any width computes the same bits.
+// Returns exp(z) for z <= 0, with a relative error below 2^-22; exp(0) is 1. Arguments below -64 give exp(-64). The
+// order of operations is fixed, so that vector code of any width computes the same bits.
 inline float Exp(float z) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   z = z < -64.0f ? -64.0f : z;
@@ -36,7 +36,7 @@ inline float Exp(float z) {
   return std::bit_cast<float>(std::bit_cast<uint32_t>(p) + exponent);
 }
 
-// The natural logarithm of x >= 1, in a fixed order of operations.
+// Returns the natural logarithm of x >= 1, in a fixed order of operations.
 double Log(double x) {
   const uint64_t bits = std::bit_cast<uint64_t>(x);
   int64_t exponent = static_cast<int64_t>(bits >> 52) - 1023;
@@ -52,7 +52,7 @@ double Log(double x) {
   return static_cast<double>(exponent) * 0.6931471805599453 + 2 * s * series;
 }
 
-// A weight of at most 1 as an integer in units of 2^-44. Sums of integers do not depend on their order.
+// Returns a weight of at most 1 as an integer in units of 2^-44. Sums of integers do not depend on their order.
 inline uint64_t Fixed(float weight) {
   constexpr double kOffset = 256.0;  // doubles from 256 to 512 are multiples of 2^-44
   return std::bit_cast<uint64_t>(kOffset + static_cast<double>(weight)) - std::bit_cast<uint64_t>(kOffset);
@@ -60,7 +60,7 @@ inline uint64_t Fixed(float weight) {
 
 constexpr double kFixedUnit = 1.0 / (uint64_t{1} << 44);
 
-// Unsigned integers in the order of the floats; equal for both zeros.
+// Maps floats to unsigned integers of the same order. Both zeros have the same key.
 inline uint32_t Key(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x + 0.0f);
   const uint32_t sign = static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31);
@@ -207,7 +207,7 @@ int64_t Draw(const SamplingRow& row, const float* x, int64_t n, float largest, S
   const SamplingOptions& options = row.options();
   scratch.weights.resize(n);
   float* const weights = scratch.weights.data();
-  uint64_t total = Weigh(x, n, largest, options.temperature, weights);
+  uint64_t total = Weigh(x, n, largest, std::min(options.temperature, kLargestTemperature), weights);
   if (options.top_p < 1) {
     // Weights below 2^-45 count as 0, so `total` can be reached before the last token.
     const uint64_t target =
@@ -282,23 +282,25 @@ void RequireToken(int64_t token) {
 }  // namespace
 
 std::string ValidateSampling(const SamplingOptions& options) {
-  // Written so that NaN fails.
-  const auto outside = [](const char* name, double value, double least, double most) {
-    return value >= least && value <= most ? std::string()
-                                           : ErrorText(name, " is ", value, ", expected ", least, " to ", most);
+  // Comparisons are written so that NaN fails.
+  const auto finite = [](double value) { return std::abs(value) <= std::numeric_limits<double>::max(); };
+  const auto error = [](const char* name, auto value, const char* expected) {
+    return ErrorText(name, " is ", value, ", expected ", expected);
   };
-  for (const std::string& problem :
-       {outside("temperature", options.temperature, 0, kLargestTemperature),
-        options.top_k < 0 ? ErrorText("top_k is ", options.top_k, ", expected 0 (all tokens) or more") : std::string(),
-        options.top_p > 0 ? std::string() : ErrorText("top_p is ", options.top_p, ", expected more than 0, at most 1"),
-        outside("top_p", options.top_p, 0, 1), outside("min_p", options.min_p, 0, 1),
-        outside("repetition_penalty", options.repetition_penalty, 1 / kLargestRepetition, kLargestRepetition),
-        outside("presence_penalty", options.presence_penalty, -kLargestAdjustment, kLargestAdjustment),
-        outside("frequency_penalty", options.frequency_penalty, -kLargestAdjustment, kLargestAdjustment),
-        options.logprobs < -1 ? ErrorText("logprobs is ", options.logprobs, ", expected -1 (no report) or more")
-                              : std::string()}) {
-    if (!problem.empty()) return problem;
+  if (!(finite(options.temperature) && options.temperature >= 0)) {
+    return error("temperature", options.temperature, "a finite number of at least 0");
   }
+  if (options.top_k < 0) return error("top_k", options.top_k, "at least 0 (0: all tokens)");
+  if (!(options.top_p > 0 && options.top_p <= 1)) return error("top_p", options.top_p, "above 0 and at most 1");
+  if (!(options.min_p >= 0 && options.min_p <= 1)) return error("min_p", options.min_p, "0 to 1");
+  if (!(finite(options.repetition_penalty) && options.repetition_penalty > 0)) {
+    return error("repetition_penalty", options.repetition_penalty, "a finite number above 0");
+  }
+  if (!finite(options.presence_penalty)) return error("presence_penalty", options.presence_penalty, "a finite number");
+  if (!finite(options.frequency_penalty)) {
+    return error("frequency_penalty", options.frequency_penalty, "a finite number");
+  }
+  if (options.logprobs < -1) return error("logprobs", options.logprobs, "at least -1 (-1: no report)");
   return {};
 }
 
@@ -311,9 +313,8 @@ SamplingRow::SamplingRow(const SamplingOptions& options, const std::vector<int64
   if (const std::string problem = ValidateSampling(options); !problem.empty()) throw std::invalid_argument(problem);
   for (const auto& [token, value] : bias_) {
     RequireToken(token);
-    if (!(std::abs(value) <= kLargestAdjustment)) {
-      throw std::invalid_argument(ErrorText("the bias of token ", token, " is ", value, ", expected -",
-                                            kLargestAdjustment, " to ", kLargestAdjustment));
+    if (!(std::abs(value) <= kLargestFloat)) {
+      throw std::invalid_argument(ErrorText("the bias of token ", token, " is ", value, ", expected a finite float32"));
     }
     largest_token_ = std::max(largest_token_, token);
   }

@@ -27,9 +27,7 @@ struct SamplingOptions {
 };
 
 constexpr double kGreedyTemperature = 1e-6;        // dividing by smaller values would overflow
-constexpr double kLargestTemperature = 1e6;        // larger values leave a uniform distribution
-constexpr double kLargestAdjustment = 1e6;         // of a bias, and of a presence or frequency penalty
-constexpr double kLargestRepetition = 1e3;         // of a repetition penalty, and of its reciprocal
+constexpr double kLargestTemperature = 1e6;        // larger values are reduced to it; the distribution is uniform
 constexpr int64_t kMostTokens = int64_t{1} << 19;  // of a vocabulary: sums of 2^19 weights of 44 bits fit 64 bits
 
 // Returns what is wrong with the options, or an empty string.
@@ -38,7 +36,8 @@ std::string ValidateSampling(const SamplingOptions& options);
 // Options and history of one sequence.
 class SamplingRow {
  public:
-  // A bias is (token, value added to its logit). Throws std::invalid_argument if a token or a value is out of range.
+  // A bias is (token, value added to its logit). Throws std::invalid_argument if an option, a token or a
+  // value is out of range.
   SamplingRow(const SamplingOptions& options, const std::vector<int64_t>& prompt,
               std::vector<std::pair<int64_t, float>> bias);
 
