@@ -3,163 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
-import ortolan
-
-BLOCK = 16
-NAMES = ("query", "key", "value", "key_pool", "value_pool", "sequence_starts", "past_lengths", "block_table")
-
-
-@dataclass
-class Node:
-    """A session of one node, with pools of `blocks` blocks that calls append to."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    blocks: int = 64
-    rotary: int = 0  # positions of cos and sin
-    sinks: bool = False
-    threads: int = 1
-    attributes: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        kinds = [TensorProto.FLOAT] * 3 + [TensorProto.BFLOAT16] * 2 + [TensorProto.INT64] * 3
-        inputs = list(zip(NAMES, kinds, strict=True))
-        names = list(NAMES)
-        if self.rotary or self.sinks:
-            names += ["cos", "sin"] if self.rotary else ["", ""]
-        if self.sinks:
-            names.append("sinks")
-        inputs += [(name, TensorProto.FLOAT) for name in names[len(NAMES) :] if name]
-        node = helper.make_node(
-            "PagedNoMADAttention",
-            names,
-            ["Y", "new_key_pool", "new_value_pool"],
-            "attention",
-            domain="ai.ortolan",
-            num_heads=self.heads,
-            kv_num_heads=self.kv_heads,
-            **self.attributes,
-        )
-        ranks = {"key_pool": 4, "value_pool": 4, "block_table": 2, "cos": 2, "sin": 2}
-        graph = helper.make_graph(
-            [node],
-            "paged",
-            [
-                helper.make_tensor_value_info(name, kind, [None] * ranks.get(name, 3 if kind == 1 and i < 3 else 1))
-                for i, (name, kind) in enumerate(inputs)
-            ],
-            [
-                helper.make_tensor_value_info("Y", TensorProto.FLOAT, [None] * 3),
-                *(
-                    helper.make_tensor_value_info(name, TensorProto.BFLOAT16, [None] * 4)
-                    for name in ("new_key_pool", "new_value_pool")
-                ),
-            ],
-        )
-        opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.ortolan", 1)]
-        model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = self.threads
-        ortolan.register(options)
-        self.session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        rng = np.random.default_rng(99)
-        # Blocks hold NaN, so that reading one that is not the sequence's shows.
-        self.pools = [
-            np.full((self.blocks, self.kv_heads, *shape), np.nan, ml_dtypes.bfloat16)
-            for shape in ((self.dim, BLOCK), (BLOCK, self.dim))
-        ]
-        angles = rng.uniform(-3, 3, (self.rotary, self.dim // 2)).astype(np.float32)
-        self.cos, self.sin = np.cos(angles), np.sin(angles)
-        self.sink_scores = rng.normal(size=self.heads).astype(np.float32)
-
-    def run(
-        self,
-        chunks: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
-        past: Sequence[int],
-        tables: Sequence[Sequence[int]],
-    ) -> list[np.ndarray]:
-        """Append chunks (query, key and value [tokens, heads, dim]) to their sequences; return their Y."""
-        width = max(map(len, tables), default=0)
-        table = np.zeros((len(tables), width), np.int64)
-        for row, blocks in zip(table, tables, strict=True):
-            row[: len(blocks)] = blocks
-        feeds: dict[str, Any] = {
-            name: np.concatenate([chunk[i] for chunk in chunks]).reshape(1, sum(len(c[0]) for c in chunks), -1)
-            for i, name in enumerate(NAMES[:3])
-        }
-        starts = np.cumsum([0, *(len(chunk[0]) for chunk in chunks)])
-        feeds |= {"sequence_starts": starts, "past_lengths": np.array(past, np.int64), "block_table": table}
-        if self.rotary:
-            feeds |= {"cos": self.cos, "sin": self.sin}
-        if self.sinks:
-            feeds["sinks"] = self.sink_scores
-        binding = self.session.io_binding()
-        for name, array in feeds.items():
-            binding.bind_cpu_input(name, np.ascontiguousarray(array))
-        values = [
-            ort.OrtValue.ortvalue_from_numpy_with_onnx_type(pool.view(np.uint16), TensorProto.BFLOAT16)
-            for pool in self.pools
-        ]
-        for name, value in zip(NAMES[3:5], values, strict=True):
-            binding.bind_ortvalue_input(name, value)
-            binding.bind_ortvalue_output(f"new_{name}", value)
-        binding.bind_output("Y", "cpu")
-        self.session.run_with_iobinding(binding)
-        (y,) = (value.numpy() for value in binding.get_outputs() if value.element_type() == TensorProto.FLOAT)
-        return [part.reshape(-1, self.heads, self.dim) for part in np.split(y[0], starts[1:-1])]
-
-
-def sequence(node: Node, tokens: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    shapes = (node.heads, node.kv_heads, node.kv_heads)
-    query, key, value = (rng.normal(size=(tokens, heads, node.dim)).astype(np.float32) for heads in shapes)
-    return 2 * query, key, value
-
-
-def stored(array: np.ndarray) -> np.ndarray:
-    return array.astype(ml_dtypes.bfloat16).astype(np.float64)
-
-
-def rotated(node: Node, array: np.ndarray) -> np.ndarray:
-    if not node.rotary:
-        return array
-    half = node.dim // 2
-    cos, sin = node.cos[: len(array), None], node.sin[: len(array), None]
-    a, b = array[..., :half], array[..., half:]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-
-def expected(node: Node, tensors: tuple[np.ndarray, np.ndarray, np.ndarray]) -> np.ndarray:
-    """Return Y in float64, from keys and values as the pools store them."""
-    query, key, value = tensors
-    tokens, group = len(query), node.heads // node.kv_heads
-    q = rotated(node, query).astype(np.float64)
-    k, v = (stored(one).repeat(group, axis=1) for one in (rotated(node, key), value))
-    scores = np.einsum("thd,jhd->htj", q, k) * node.attributes.get("scale", node.dim**-0.5)
-    if cap := node.attributes.get("softcap"):
-        scores = cap * np.tanh(scores / cap)
-    t, j = np.arange(tokens)[:, None], np.arange(tokens)
-    window = node.attributes.get("window", 0) or tokens
-    scores = np.where((j > t) | (j <= t - window), -np.inf, scores)
-    if node.sinks:
-        sinks = np.broadcast_to(node.sink_scores[:, None, None], (node.heads, tokens, 1))
-        scores = np.concatenate([scores, sinks.astype(np.float64)], axis=-1)
-        v = np.concatenate([v, np.zeros_like(v[:1])])
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    return np.einsum("htj,jhd->thd", weights, v)
-
+from .paged_attention import NAMES, Node, blocks_of, expected, sequence
 
 CASES: dict[str, dict[str, Any]] = {
     "heads 4": {"heads": 4, "kv_heads": 4, "dim": 32},
@@ -173,10 +24,6 @@ CASES: dict[str, dict[str, Any]] = {
     "sinks": {"heads": 6, "kv_heads": 2, "dim": 32, "sinks": True, "rotary": 600},
     "sinks and window": {"heads": 6, "kv_heads": 2, "dim": 32, "sinks": True, "attributes": {"window": 100}},
 }
-
-
-def blocks_of(tokens: int) -> int:
-    return -(-tokens // BLOCK)
 
 
 @pytest.mark.parametrize("case", CASES)
