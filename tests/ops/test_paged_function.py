@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -115,22 +116,20 @@ def assert_same_pools(pool: np.ndarray, other: np.ndarray) -> None:
         {"attributes": {"window": 1}},
         {"sinks": True},
         {"heads": 1, "kv_heads": 1, "sinks": True},
-        {"sinks": True, "attributes": {"window": 40}} | {"rotary": 300},
+        {"sinks": True, "rotary": 300, "attributes": {"window": 40}},
+        {"attributes": {"softcap": 2.0}},
         {"sinks": True, "attributes": {"softcap": 2.0, "window": 30}},
     ],
     ids=str,
 )
 def test_chunks_of_several_sequences(changes: dict[str, Any], uses: Any) -> None:
-    if "softcap" not in changes.get("attributes", {}):
-        Both(uses=uses, **changes).check()
-    else:
-        Both(uses=uses, opset=21, **changes).check()
+    Both(uses=uses, **changes).check()
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("rotary", [None, "half", "interleaved"])
-def test_packed_queries(packed: bool, rotary: str | None) -> None:
-    Both(packed=packed, **(ROTARY[rotary] if rotary else {})).check()
+@pytest.mark.parametrize("uses", [uses_of, all_uses_of])
+@pytest.mark.parametrize("changes", [{}, *ROTARY.values(), {"heads": 3, "kv_heads": 3, "sinks": True}], ids=str)
+def test_packed_queries(changes: dict[str, Any], uses: Any) -> None:
+    Both(uses=uses, packed=True, **changes).check()
 
 
 @pytest.mark.parametrize("uses", [uses_of, all_uses_of])
@@ -141,7 +140,7 @@ def test_operands_by_heads(by_heads: set[str], uses: Any) -> None:
 
 @pytest.mark.parametrize("opset", [17, 18, 21, 23])
 def test_every_opset(opset: int) -> None:
-    Both(opset, sinks=True, attributes={"window": 40, "softcap": 3.0}, **{"rotary": 300}).check()
+    Both(opset, sinks=True, rotary=300, attributes={"window": 40, "softcap": 3.0}).check()
     Both(opset, packed=True).check()
 
 
@@ -221,6 +220,16 @@ def test_one_function_serves_all_nodes_of_a_model() -> None:
                 Both(uses=lambda _node, uses=uses: uses, **kind | {"sinks": sinks}).check()
 
 
+def test_without_graph_optimizations() -> None:
+    """The function runs without ONNX Runtime's optimizations."""
+    both = Both(sinks=True, rotary=300, attributes={"window": 40})
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    model = both.body.model().SerializeToString()
+    both.body.session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    both.check()
+
+
 def test_models_are_valid_and_have_types() -> None:
     both = Both(sinks=True, rotary=300)
     onnx.checker.check_model(both.body.model(), full_check=True)
@@ -245,7 +254,7 @@ def test_any_calls(heads, dim, rotary, sinks, packed, window, softcap, wide, tok
     changes: dict[str, Any] = {"heads": heads[0] * heads[1], "kv_heads": heads[1], "dim": dim}
     attributes = {"window": window, "softcap": softcap, "rotary_interleaved": int(rotary == "interleaved")}
     changes |= {"rotary": 300 if rotary else 0, "sinks": sinks, "packed": packed, "attributes": attributes}
-    both = Both(uses=all_uses_of if wide and not packed else uses_of, **changes)
+    both = Both(uses=all_uses_of if wide else uses_of, **changes)
     for count in tokens:
         both.add(count)
     rng = np.random.default_rng(seed)

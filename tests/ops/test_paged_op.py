@@ -18,6 +18,13 @@ CASES: dict[str, dict[str, Any]] = {
     "group of 8, dim 128": {"heads": 8, "kv_heads": 1, "dim": 128},
     "dim 80, scale": {"heads": 2, "kv_heads": 1, "dim": 80, "attributes": {"scale": 0.25}},
     "rotary": {"heads": 4, "kv_heads": 2, "dim": 32, "rotary": 600},
+    "rotary, interleaved": {
+        "heads": 4,
+        "kv_heads": 2,
+        "dim": 48,
+        "rotary": 600,
+        "attributes": {"rotary_interleaved": 1},
+    },
     "softcap": {"heads": 4, "kv_heads": 2, "dim": 32, "attributes": {"softcap": 3.0}},
     "window": {"heads": 4, "kv_heads": 2, "dim": 32, "attributes": {"window": 40}},
     "window of 1": {"heads": 4, "kv_heads": 2, "dim": 16, "attributes": {"window": 1}},
@@ -83,6 +90,27 @@ def test_other_sequences_change_nothing(case: str, threads: int) -> None:
     assert done == [5, 150, 33, 64]
     for parts, y in zip(found, answers, strict=True):
         assert np.concatenate(parts).tobytes() == y.tobytes()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "layout",
+    [{"packed": True}, {"by_heads": frozenset({"query", "key", "value"})}, {"by_heads": frozenset({"key"})}],
+    ids=str,
+)
+def test_layouts_of_the_operands_give_the_same_bits(case: str, layout: dict[str, Any]) -> None:
+    """A packed query, and operands by heads, in chunks of two sequences."""
+    nodes = [Node(**CASES[case]), Node(**CASES[case] | layout)]
+    first, second = (sequence(nodes[0], tokens, tokens) for tokens in (70, 20))
+    tables = [[9, 2, 5, 0, 30], [1, 7]]
+    cuts = [(0, 37, 0, 1), (37, 38, 1, 19), (38, 70, 19, 20)]
+    for a, b, c, d in cuts:
+        chunks = [tuple(one[a:b] for one in first), tuple(one[c:d] for one in second)]
+        results = [node.run(chunks, [a, c], tables) for node in nodes]
+        for y, other in zip(*results, strict=True):
+            assert y.tobytes() == other.tobytes()
+    for pool, other in zip(nodes[0].pools, nodes[1].pools, strict=True):
+        assert pool.tobytes() == other.tobytes()
 
 
 def test_long_sequences_are_merged_by_parts() -> None:
@@ -153,6 +181,32 @@ def test_wrong_inputs_are_refused(case: str) -> None:
     with pytest.raises(Exception, match=r"PagedNoMADAttention node 'attention'") as caught:
         node.session.run_with_ort_values(["Y"], values)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "shape, message",
+    [
+        (
+            (2, 4, 64),
+            "query 'query' has shape [2, 4, 64], expected [1, tokens, 4 heads], as key and value are part of it",
+        ),
+        ((1, 4, 66), "query 'query' has shape [1, 4, 66], expected [1, tokens, 4 heads]"),
+        ((1, 4, 96), "head size is 24, expected a multiple of 16"),
+    ],
+)
+def test_wrong_packed_queries_are_refused(shape: tuple[int, ...], message: str) -> None:
+    node = Node(heads=2, kv_heads=1, dim=16, packed=True)
+    feeds = node.feeds([sequence(node, 4)], [0], [[1]]) | {"query": np.zeros(shape, np.float32)}
+    with pytest.raises(Exception, match=r"PagedNoMADAttention node 'attention'") as caught:
+        node.run_feeds(feeds)
+    assert message in str(caught.value)
+
+
+def test_packed_queries_have_three_axes() -> None:
+    node = Node(heads=2, kv_heads=1, dim=16, packed=True, by_heads=frozenset({"query"}))
+    feeds = node.feeds([sequence(node, 4)], [0], [[1]])
+    with pytest.raises(Exception, match="as key and value are part of it"):
+        node.run_feeds(feeds)
 
 
 @pytest.mark.parametrize(
