@@ -17,9 +17,9 @@ _SEED_BITS = (1 << 64) - 1
 class NativeSampler:
     """The engine's `Sampler`: all rows of a step in one native call, which releases the GIL.
 
-    A token depends only on the logits of its row, the options, prompt, answer and grammar of the sequence, and on (seed,
-    number of tokens in the answer, index of the choice), which select a value of a counter-based random generator
-    (Philox4x32-10). It does not depend on batch, preemption, compiler or CPU.
+    A token depends only on the logits of its row and on the sequence: its options, prompt, answer, grammar, seed and
+    index. Seed, length of the answer and index select a value of a counter-based random generator (Philox4x32-10).
+    Batch, preemption, compiler and CPU make no difference.
 
     Logit bias, grammar, repetition penalty, presence and frequency penalties, temperature, top_k, top_p and min_p apply
     in this order. Equal logits are ordered by token id. Logprobs are those of the model's logits, before all options.
