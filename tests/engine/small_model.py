@@ -76,8 +76,8 @@ class SmallSampler:
 def draw(logits: NDArray[np.float32], row: RowState) -> Sampled:
     scores = logits.astype(np.uint64)
     if row.options.temperature > 0:
-        salt = (row.seed * 1_000_003 + row.index * 1009 + len(row.answer)) % 2**63
-        scores = mix(scores + np.uint64(salt) * np.uint64(1 << 24))
+        salt = (row.seed * 1_000_003 + row.index * 1009 + len(row.answer)) * 2**24 % 2**64
+        scores = mix(scores + np.uint64(salt))
     if row.mask is not None:
         allowed = np.unpackbits(row.mask.view(np.uint8), bitorder="little")[:VOCABULARY].astype(bool)
         scores = np.where(allowed, scores, 0)
