@@ -270,11 +270,11 @@ class _PagedAttention:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _chunks(self, query: ir.Value) -> ir.Value:
-        """Return the queries of each sequence, padded with zeros, [B, KV, G L, D]."""
+        """Return the queries of each sequence, [B, KV, G L, D]; padding holds any queries, its results are not used."""
         body, op = self._body, self._body.op
         row = op("Range", body.integer(0), self._longest, body.integer(1))
-        begin, added = (op("Unsqueeze", x, body.ints(1)) for x in (self._begin, self._added))
-        token = op("Where", op("Less", row, added), op("Add", begin, row), self._count)
+        token = op("Min", op("Add", op("Unsqueeze", self._begin, body.ints(1)), row), self._count)
+        # A row of zeros follows the last token, so that calls without tokens need no other path.
         zeros = op("Expand", body.number(0), body.shape(1, self._heads, self._head_dim))
         rows = op("Gather", op("Concat", query, zeros, axis=0), token, axis=0)
         split = body.shape(self._sequences, self._longest, self._kv_heads, self._group, self._head_dim)
