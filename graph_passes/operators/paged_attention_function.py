@@ -1,13 +1,16 @@
 """PagedNoMADAttention as an ONNX function: the operator's specification, and the fallback without the library.
 
 ops/nomad_attention/op_paged.cc describes inputs and outputs. The function uses only operators whose meaning has not
-changed since opset 13 (except ReduceMax), and on bfloat16 only those that ONNX Runtime can run on CPUs: Cast, Reshape,
-Gather and ScatterND.
+changed since opset 13 (except ReduceMax). Its operators on bfloat16 are Cast, Reshape, Gather and ScatterND, because
+ONNX Runtime has few others on CPUs.
 
-The pools equal the kernel's bit for bit, except for the bits of NaN. Two differences to the kernel: Inf and NaN in a
-value reach all tokens of that sequence in the call, also those that do not see the value. And ONNX Runtime checks
-neither sequence_starts nor past_lengths, so the function's results for invalid sequences are undefined. Calls without
-tokens or sequences are valid.
+The pools equal the kernel's bit for bit, except for the bits of NaN. The function differs from the kernel in two ways:
+
+- Inf and NaN in a value reach all tokens of the sequence in the call, including tokens that do not see the value.
+- sequence_starts, past_lengths and block_table are not checked, so results for invalid ones are undefined.
+
+Calls without tokens or sequences are valid. Temporary memory: the float keys and values of the call's sequences, each
+padded to the longest, and a score for each of these keys and each query, padded to the longest chunk.
 
 Dimensions in comments: N tokens, B sequences, L tokens of the longest chunk (at least 1), C columns of the block table
 that the call needs, T = 16 C, H query heads, KV key heads, G = H / KV, D the head size.
@@ -267,11 +270,11 @@ class _PagedAttention:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _chunks(self, query: ir.Value) -> ir.Value:
-        """Return the queries of each sequence, padded with zeros, [B, KV, G L, D]."""
+        """Return the queries of each sequence, [B, KV, G L, D]; padding holds any queries, its results are not used."""
         body, op = self._body, self._body.op
         row = op("Range", body.integer(0), self._longest, body.integer(1))
-        begin, added = (op("Unsqueeze", x, body.ints(1)) for x in (self._begin, self._added))
-        token = op("Where", op("Less", row, added), op("Add", begin, row), self._count)
+        token = op("Min", op("Add", op("Unsqueeze", self._begin, body.ints(1)), row), self._count)
+        # A row of zeros follows the last token, so that calls without tokens need no other path.
         zeros = op("Expand", body.number(0), body.shape(1, self._heads, self._head_dim))
         rows = op("Gather", op("Concat", query, zeros, axis=0), token, axis=0)
         split = body.shape(self._sequences, self._longest, self._kv_heads, self._group, self._head_dim)

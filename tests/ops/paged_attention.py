@@ -66,9 +66,10 @@ class Node:
         names = [*NAMES, "cos", "sin", "sinks"]
         while names[-1] not in given:
             names.pop()
+        inputs = [name if name in given else "zero" for name in names]
         node = helper.make_node(
             "PagedNoMADAttention",
-            [name if name in given else "zero" for name in names],
+            inputs,
             ["Y", *(f"new_{name}" for name in POOLS)],
             "attention",
             domain="ai.ortolan",
@@ -90,7 +91,7 @@ class Node:
                 helper.make_tensor_value_info("Y", TensorProto.FLOAT, [None] * 3),
                 *(helper.make_tensor_value_info(f"new_{name}", TensorProto.BFLOAT16, [None] * 4) for name in POOLS),
             ],
-            [numpy_helper.from_array(np.zeros(1, np.float32), "zero")],
+            [numpy_helper.from_array(np.zeros(1, np.float32), "zero")] if "zero" in inputs else [],
         )
         opsets = [helper.make_opsetid("", self.opset), helper.make_opsetid("ai.ortolan", 1)]
         return helper.make_model(graph, opset_imports=opsets, ir_version=8, functions=list(self.functions))
@@ -188,6 +189,6 @@ def expected(node: Node, tensors: Chunk) -> np.ndarray:
         sinks = np.broadcast_to(node.sink_scores[:, None, None], (node.heads, tokens, 1))
         scores = np.concatenate([scores, sinks.astype(np.float64)], axis=-1)
         v = np.concatenate([v, np.zeros_like(v[:1])])
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True, initial=-np.inf))
     weights /= weights.sum(axis=-1, keepdims=True)
     return np.einsum("htj,jhd->thd", weights, v)

@@ -230,6 +230,16 @@ def test_without_graph_optimizations() -> None:
     both.check()
 
 
+def test_sinks_of_negative_infinity_are_no_sinks() -> None:
+    both, other = Both(sinks=True, rotary=300), Both(rotary=300)
+    chunk = sequence(both.kernel, 90)
+    for node in (both.kernel, both.body):
+        node.sink_scores[:] = -np.inf
+    results = [node.run([chunk], [0], [list(range(6))])[0] for node in (both.kernel, other.kernel, both.body)]
+    assert results[0].tobytes() == results[1].tobytes()
+    np.testing.assert_allclose(results[2], results[1], rtol=0, atol=2e-5 * np.abs(results[1]).max())
+
+
 def test_models_are_valid_and_have_types() -> None:
     both = Both(sinks=True, rotary=300)
     onnx.checker.check_model(both.body.model(), full_check=True)
