@@ -152,7 +152,7 @@ def test_a_very_long_prompt_leaves_half_of_each_step_to_others() -> None:
     for _ in range(4):
         simulation.step()
     assert long.computed == 32 + 32 + 32 + 48
-    assert max(simulation.ended[one] for one in short) == 3
+    assert max(simulation.ended[one] for one in short) == 4
     simulation.run()
     check_answers(simulation, [long, *short])
 

@@ -14,7 +14,7 @@ from .step import BLOCK_TOKENS, COLUMNS, Step
 from .waiting import WaitingQueue
 
 _MOST_DEFERRED = 64  # sequences that are looked at in a step though they wait for others
-_LONG_STEPS = 4  # a prompt that fills so many steps leaves half of each to other sequences
+_LONG_STEPS = 4  # a prompt that fills more steps than this leaves half of each to other sequences
 _HASHED = 64  # blocks of a prompt that are hashed at once
 
 
@@ -37,9 +37,10 @@ class Scheduler:
     """Continuous batching with chunked prefill, a prefix cache, and preemption by recomputation.
 
     A step first holds one token of each sequence whose prompt is computed, then chunks of prompts, up to a budget of
-    tokens. Full blocks are shared by their hash. A sequence whose next block is being computed for another sequence in
-    the same step waits for it. A very long prompt leaves half of the budget to the sequences behind it. When blocks run out, the sequence of the lowest priority that began last gives up its
-    blocks; it is computed again later, with what the prefix cache still holds.
+    tokens. A very long prompt leaves half of the budget to the sequences behind it. Full blocks are shared by their
+    hash. A sequence whose next block is being computed for another sequence in the same step waits for it. When blocks
+    run out, the sequence of the lowest priority that began last gives up its blocks; it is computed again later, with
+    what the prefix cache still holds.
 
     No sequence starves among others of its priority: the oldest one can take the blocks of all others, and a
     sequence that does not fit keeps those behind it in the queue from starting.
