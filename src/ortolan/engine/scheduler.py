@@ -1,4 +1,4 @@
-"""Which tokens of which sequences run in the next step, and in which blocks."""
+"""Choice of the tokens that run in the next step, and allocation of their blocks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from .sequence import Sequence, State, blocks_of
 from .step import BLOCK_TOKENS, COLUMNS, Step
 from .waiting import WaitingQueue
 
+_MOST_DEFERRED = 64  # sequences that are looked at in a step though they wait for others
+_LONG_STEPS = 4  # a prompt that fills more steps than this leaves half of each to other sequences
 _HASHED = 64  # blocks of a prompt that are hashed at once
 
 
@@ -35,9 +37,10 @@ class Scheduler:
     """Continuous batching with chunked prefill, a prefix cache, and preemption by recomputation.
 
     A step first holds one token of each sequence whose prompt is computed, then chunks of prompts, up to a budget of
-    tokens. Full blocks are shared by their hash. A sequence whose next block is being computed for another sequence in
-    the same step waits for it. When blocks run out, the sequence of the lowest priority that began last gives up its
-    blocks; it is computed again later, with what the prefix cache still holds.
+    tokens. A very long prompt leaves half of the budget to the sequences behind it. Full blocks are shared by their
+    hash. A sequence whose next block is being computed for another sequence in the same step waits for it. When blocks
+    run out, the sequence of the lowest priority that began last gives up its blocks; it is computed again later, with
+    what the prefix cache still holds.
 
     No sequence starves among others of its priority: the oldest one can take the blocks of all others, and a
     sequence that does not fit keeps those behind it in the queue from starting.
@@ -82,6 +85,7 @@ class Scheduler:
         self._counts: dict[Sequence, int] = {}
         self._left = 0
         self._has_chunk = False
+        self._deferred = 0
         self._pending: set[bytes] = set()  # hashes of blocks that chunks of the step fill
 
     def blocks(self, sequence: Sequence) -> list[int]:
@@ -107,6 +111,7 @@ class Scheduler:
         self._left = self._budget
         self._pending = set()
         self._has_chunk = False
+        self._deferred = 0
         self._schedule_decoding()
         self._schedule_prompts()
         return self._plan() if self._counts else None
@@ -150,20 +155,28 @@ class Scheduler:
 
     def _schedule_prompts(self) -> None:
         """Fill the budget with chunks of running sequences and of waiting ones, which start, by priority."""
-        candidates = self.waiting.candidates()
+        candidates = self.waiting.candidates() if self._has_place() else iter(())
         candidate = next(candidates, None)
-        for sequence in [one for one in self.running if one.computed < len(one.tokens) - 1]:
+        prompts = [one for one in self.running if one.computed < len(one.tokens) - 1]
+        for sequence in prompts:
             while candidate is not None and candidate.priority < sequence.priority and self._has_budget():
                 candidate = next(candidates, None) if self._start(candidate) else None
             # A waiting sequence may have taken the blocks of this one.
-            if sequence.state is State.RUNNING and self._has_budget() and not self._add_chunk(sequence):
-                candidate = None  # none may start before sequences that run have their blocks
+            if sequence.state is State.RUNNING and self._has_budget():
+                has_others = candidate is not None or sequence is not prompts[-1]
+                if not self._add_chunk(sequence, has_others):
+                    candidate = None  # none may start before sequences that run have their blocks
         while candidate is not None and self._has_budget():
             candidate = next(candidates, None) if self._start(candidate) else None
 
     def _has_budget(self) -> bool:
         """Return whether another chunk fits: of a whole block, unless it is the first chunk of a prompt in the step."""
         return self._left >= BLOCK_TOKENS or (self._left > 0 and not self._has_chunk)
+
+    def _has_place(self) -> bool:
+        """Return whether the first waiting sequence could have a slot, so that a long queue costs nothing otherwise."""
+        first = self.waiting.priority
+        return first is not None and (bool(self._slots) or first < self.running[-1].priority)
 
     def _start(self, sequence: Sequence) -> bool:
         """Begin to compute a waiting sequence, unless it should wait for another one that computes its next block.
@@ -176,7 +189,8 @@ class Scheduler:
             return False
         hits = self._cached_blocks(sequence)
         if self._is_pending(sequence, len(hits)):
-            return True
+            self._deferred += 1
+            return self._deferred < _MOST_DEFERRED
         needed = blocks_of(len(sequence.tokens)) - len(hits)
         missing = needed - self._room(hits)
         if missing > sum(one.blocks + _demand(one) for one in lower):
@@ -199,7 +213,7 @@ class Scheduler:
             sequence.cached = sequence.computed
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += sequence.computed
-        return self._add_chunk(sequence)
+        return self._add_chunk(sequence, len(self.waiting) > 0)
 
     def _room(self, hits: list[int]) -> int:
         """Return the blocks that a new sequence may use, if it adopts cached blocks and leaves running ones theirs."""
@@ -207,8 +221,12 @@ class Scheduler:
         adopted = sum(pool.references(block) == 0 for block in hits)
         return pool.available - adopted - sum(_demand(one) for one in self.running)
 
-    def _add_chunk(self, sequence: Sequence) -> bool:
+    def _add_chunk(self, sequence: Sequence, has_others: bool) -> bool:
         """Add a chunk of a running sequence to the step, which ends at the end of a block if it is not the last one.
+
+        Args:
+            sequence: The sequence.
+            has_others: Other sequences could use the rest of the budget.
 
         Returns:
             False if blocks are missing.
@@ -218,7 +236,10 @@ class Scheduler:
             if self._is_pending(sequence, sequence.blocks):
                 return True
         computed = sequence.computed
-        end = min(len(sequence.tokens), computed + self._left)
+        left = self._left
+        if len(sequence.tokens) - computed > _LONG_STEPS * self._budget and left >= 2 * BLOCK_TOKENS and has_others:
+            left = blocks_of(left // 2) * BLOCK_TOKENS
+        end = min(len(sequence.tokens), computed + left)
         if end < len(sequence.tokens) and end // BLOCK_TOKENS * BLOCK_TOKENS > computed:
             end = end // BLOCK_TOKENS * BLOCK_TOKENS
         pool = self.pool
