@@ -164,6 +164,13 @@ def test_json_objects():
     assert not _accepts(start, '{"a": 1,}')
 
 
+@pytest.mark.parametrize("schema", [True, {}, "true"])
+def test_schemas_of_any_value(schema):
+    start = TokenGrammar.from_json_schema(schema, _TOKENS)
+    assert all(_accepts(start, text) for text in ("12", "null", '{"a": [true]}', '"ab"'))
+    assert not _accepts(start, "nul")
+
+
 def test_whitespace_is_bounded():
     start = TokenGrammar.from_json_object(_TOKENS)
     assert _accepts(start, "{" + " " * 64 + "}")

@@ -93,7 +93,7 @@ class GrammarTokenizer:
                 return found.deep_copy()
         _check(grammar, self._special_tokens, name)
         llguidance = _import_llguidance()
-        matcher = llguidance.LLMatcher(
+        matcher: LLMatcher = llguidance.LLMatcher(
             self._tokenizer, grammar, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
         )
         if not matcher.is_error():
@@ -138,10 +138,12 @@ class TokenGrammar:
                 schema = json.loads(schema)
             except (ValueError, RecursionError) as error:
                 raise ArgumentError(f"the JSON schema is not valid JSON: {one_line(error)}") from error
-        if not isinstance(schema, (bool, dict, Mapping)):
+        if schema is False:
+            raise ArgumentError("the JSON schema is false, which no value matches")
+        if schema is not True and not isinstance(schema, Mapping):
             raise wrong_type("the JSON schema", schema, "an object or a boolean")
         try:
-            text = json.dumps(schema if isinstance(schema, (bool, dict)) else dict(schema), allow_nan=False)
+            text = json.dumps({} if schema is True else dict(schema), allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise ArgumentError(f"the JSON schema is not JSON: {one_line(error)}") from error
         _check_size("the JSON schema", text)
@@ -192,7 +194,7 @@ class TokenGrammar:
 
     @property
     def finished(self) -> bool:
-        """Whether the answer is complete and nothing may follow."""
+        """True if the answer is complete, so that nothing may follow."""
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     def mask(self) -> NDArray[np.uint32] | None:

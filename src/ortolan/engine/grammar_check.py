@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+from typing import Any
 
 
 class _Bytes:
@@ -26,7 +27,7 @@ class _Bytes:
         return list(text.encode() if isinstance(text, str) else text)
 
 
-def main(seconds: int, memory_bytes: int, limits: dict[str, int]) -> None:
+def main(seconds: int, memory_bytes: int, limits: dict[str, Any]) -> None:
     """Compile the grammar on standard input.
 
     Args:
