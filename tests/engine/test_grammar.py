@@ -261,6 +261,7 @@ def test_a_token_that_is_not_allowed_is_an_error():
         ({"const": float("nan")}, "not JSON"),
         ({"const": object()}, "not JSON"),
         ({"const": "\ud800"}, ""),
+        ({"$ref": "#"}, "no text matches it"),
     ],
 )
 def test_errors_of_schemas_say_what_is_wrong(schema, message):
@@ -325,6 +326,12 @@ def test_expressions_that_exceed_limits_are_errors(pattern):
         match=r"^the (grammar is too complex: |regular expression: |grammar cannot continue).*(lexer|too )",
     ):
         run()
+
+
+def test_errors_do_not_repeat_a_long_grammar():
+    with pytest.raises(ArgumentError, match=r"unclosed|regex") as error:
+        TokenGrammar.from_regex("(" + "a" * 10_000, _TOKENS)
+    assert len(str(error.value)) < 400
 
 
 def test_large_repetitions_are_cheap():

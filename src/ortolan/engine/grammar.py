@@ -39,6 +39,7 @@ _LIMITS = {
 # Whitespace between JSON tokens. Without a bound, small models may write spaces until max_tokens.
 _JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,64}", "lenient": False}
 _CACHED_GRAMMARS = 32
+_MOST_MESSAGE = 300  # characters
 
 
 class GrammarTokenizer:
@@ -287,5 +288,8 @@ def _check(grammar: str, special_tokens: list[str], name: str) -> None:
 
 
 def _message(error: str) -> str:
-    """Return llguidance's message in one line, without its dump of the parser."""
-    return " ".join(error.split("<non-verbose/>")[0].split()) or "no allowed continuation"
+    """Return llguidance's message in one line, without its dump of the parser and long quotes of the grammar."""
+    message = " ".join(error.split("<non-verbose/>")[0].split())
+    if message.startswith("NoExtension") or not message:
+        return "no text matches it"
+    return message if len(message) <= _MOST_MESSAGE else f"{message[:_MOST_MESSAGE]} …"
