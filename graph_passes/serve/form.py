@@ -27,15 +27,15 @@ from ortolan.errors import ModelError
 from ..find.head import LOGITS, find_logits, select_rows
 from ..find.positions import count_positions
 from ..names import CONTEXT_KEY, ORTOLAN_DOMAIN, SERVING_KEY
-from ..operators.nodes import NewNames, declare_operators, input_of, new_initializer, put_function
+from ..operators.nodes import NewNames, declare_operators, fill_missing, input_of, new_initializer, put_function
 from ..operators.nomad_attention_function import OP_TYPE as ATTENTION
 from ..operators.nomad_attention_function import is_given
 from ..operators.nomad_cache_function import INPUTS as CACHE_INPUTS
+from ..operators.paged_attention_function import BLOCK_TOKENS, paged_attention_function, paged_uses_of
+from ..operators.paged_attention_function import INPUTS as PAGED_INPUTS
 from ..operators.paged_attention_function import OP_TYPE as PAGED
-from ..operators.paged_attention_function import paged_attention_function, paged_uses_of
 from .mask import read_window
 
-BLOCK_TOKENS = 16
 POOL = "kv_cache."  # prefix of the inputs that are pools
 _FORM = "paged"
 _PAST, _PRESENT = "past_key_values.", "present."
@@ -112,7 +112,6 @@ class _Form:
         self._logit_rows = self._input("logit_rows", [ir.SymbolicDim("rows")])
         self._pools: list[ir.Value] = []
         self._new_pools: list[ir.Value] = []
-        self._zero: ir.Value | None = None
 
     def _input(
         self, name: str, shape: Sequence[int | ir.SymbolicDim | None], dtype: ir.DataType = ir.DataType.INT64
@@ -178,13 +177,11 @@ class _Form:
         operands = [cached.given(one) for one in ("query", "key", "value")]
         rotary = [cached.given(one) for one in ("cos", "sin")]
         inputs = [*operands, *pools, *self._sequence_inputs, *rotary]
-        while inputs[-1] is None:
-            inputs.pop()
         attributes = [node.attributes[one] for one in _KEPT_ATTRIBUTES if one in node.attributes]
         paged = ir.Node(
             ORTOLAN_DOMAIN,
             PAGED,
-            [self._or_zero(value) for value in inputs],
+            inputs,
             [*attributes, ir.AttrInt64("window", cached.window)],
             num_outputs=3,
             name=node.name,
@@ -200,15 +197,6 @@ class _Form:
         self._graph.remove(node, safe=True)
         self._pools += pools
         self._new_pools += new_pools
-
-    def _or_zero(self, value: ir.Value | None) -> ir.Value:
-        """Return the value, or the constant that stands for a missing input: see op_paged.cc."""
-        if value is not None:
-            return value
-        if self._zero is None:
-            zero = ir.Tensor(np.zeros(1, np.float32), name=self._new_name("no_operand"))
-            self._zero = new_initializer(self._graph, zero)
-        return self._zero
 
     def take_tokens(self) -> None:
         """Replace input_ids and position_ids by inputs without a batch axis."""
@@ -267,8 +255,17 @@ class _Form:
         used = {node.op_identifier() for node in self._graph.all_nodes()}
         for identifier in [one for one in self._model.functions if one not in used]:
             del self._model.functions[identifier]
-        put_function(self._model, paged_attention_function(self._graph.opset_imports[""], paged_uses_of(nodes)))
+        uses = paged_uses_of(nodes)
+        fill_missing(nodes, PAGED_INPUTS, uses.inputs(), _neutral, self._new_name)
+        put_function(self._model, paged_attention_function(self._graph.opset_imports[""], uses))
         declare_operators(self._model)
+
+
+def _neutral(node: ir.Node) -> dict[str, np.ndarray]:
+    """Return the constants that stand for missing inputs of PagedNoMADAttention: see op_paged.cc."""
+    zero = np.zeros(1, np.float32)
+    sinks = np.full(node.attributes["num_heads"].as_int(), -np.inf, np.float32)
+    return {**dict.fromkeys(("key", "value", "cos", "sin"), zero), "sinks": sinks}
 
 
 def _has_values(value: ir.Value) -> bool:

@@ -380,8 +380,8 @@ def sample_rows(
     Args:
         logits: Each row's logits.
         rows: Each row's options and history. No other thread may append to them during the call.
-        masks: Empty, or for each row the allowed tokens: bit t % 32 of word t // 32; None: all tokens. Tokens beyond the
-            last word are not allowed.
+        masks: Empty, or for each row the allowed tokens: bit t % 32 of word t // 32; None: all tokens. Tokens beyond
+            the last word are not allowed.
 
     Returns:
         For each row: the token; (token, logprob, best tokens, their logprobs) if the row asks for logprobs; or a text
