@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
@@ -40,7 +41,7 @@ def joined(pieces):
 def parse(parser, text, cuts=()):
     pieces = []
     cuts = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in itertools.pairwise(cuts):
         pieces += parser.feed(text[start:end])
     return joined(pieces + parser.finish())
 
@@ -99,11 +100,19 @@ def test_a_call_without_arguments(family):
 
 
 NO_CALLS = {
-    HERMES: ["plain", "a <tool_cal", "<tool_call>not json</tool_call>", '<tool_call>{"name": 3}', "<tool_call>", '{"name": "f"}',
-             '<tool_call>{"arguments": {}}</tool_call>', "ends in space ", '<tool_call>{"name": "f', "<tool_call>}"],
-    MISTRAL: ["[TOOL_CALLS]", "[TOOL_CALLS][]", "[TOOL_CALLS]name only", "[TOOL", "[TOOL_CALLS][3]", "[TOOL_CALLS]{}"],
-    LLAMA: ['{"name": "unknown", "parameters": {}}', '{"a": 1}', "{", 'no {"name": "f"}', "{]", '{"name": "f', "<|python_tag|>print()"],
-}  # fmt: skip
+    HERMES: [
+        *("plain", "a <tool_cal", "<tool_call>not json</tool_call>", '<tool_call>{"name": 3}', "<tool_call>"),
+        *('{"name": "f"}', '<tool_call>{"arguments": {}}</tool_call>', "ends in space ", '<tool_call>{"name": "f'),
+        "<tool_call>}",
+    ],
+    MISTRAL: [
+        *("[TOOL_CALLS]", "[TOOL_CALLS][]", "[TOOL_CALLS]name only", "[TOOL", "[TOOL_CALLS][3]", "[TOOL_CALLS]{}"),
+    ],
+    LLAMA: [
+        *('{"name": "unknown", "parameters": {}}', '{"a": 1}', "{", 'no {"name": "f"}', "{]", '{"name": "f'),
+        "<|python_tag|>print()",
+    ],
+}
 
 
 @pytest.mark.parametrize(("family", "text"), [(family, text) for family in NO_CALLS for text in NO_CALLS[family]])

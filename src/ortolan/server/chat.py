@@ -1,7 +1,7 @@
 """Chat templates: messages and tools to a prompt, as transformers renders them.
 
 A template is a program in the model's folder. It runs in a sandbox that keeps it from files and Python's internals. The
-limits on time, products and the prompt's length stop common accidents, not every template that wants to fill the memory.
+limits on time, products and the prompt's length stop accidents, not every template that wants to fill the memory.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _KNOWN = (ThoughtMarkers("<think>", "</think>"), ThoughtMarkers("[THINK]", "[/TH
 
 
 def find_markers(template: str, added_tokens: Collection[str] = ()) -> ThoughtMarkers | None:
-    """Return the markers of a reasoning model, which its chat template or its tokenizer names; None for other models."""
+    """Return the markers of a reasoning model, found in its chat template or tokenizer; else None."""
     return next((one for one in _KNOWN if one.end in template or one.end in added_tokens), None)
 
 
