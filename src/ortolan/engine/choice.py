@@ -1,0 +1,94 @@
+"""One answer to a request, while it is computed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .requests import FinishReason, Grammar, Output, TokenLogprobs
+from .rows import RowState, Sampled
+from .sequence import Sequence
+from .text import TextStream
+
+if TYPE_CHECKING:
+    from .stream import Stream
+
+
+class Choice(Sequence):
+    """A sequence with all that turns its tokens into events.
+
+    Attributes:
+        stream: Where events go.
+        row: What the sampler sees.
+        text: The text of the answer; None without a tokenizer.
+        grammar: The state of structured output.
+        most_tokens: The answer ends when it has this many tokens.
+        submitted: The time of `submit`, in seconds of time.monotonic().
+        last_token: The time of the last token; 0 before the first one.
+    """
+
+    __slots__ = ("end_tokens", "grammar", "last_token", "most_tokens", "row", "stream", "submitted", "text")
+
+    def __init__(
+        self, stream: Stream, index: int, seed: int, context: int, text: TextStream | None, submitted: float
+    ) -> None:
+        request = stream.request
+        super().__init__(request.prompt, request.priority, request.client)
+        self.stream = stream
+        self.row = RowState(request.sampling, request.prompt, [], index, seed)
+        self.text = text
+        self.grammar: Grammar | None = None if request.grammar is None else request.grammar.copy()
+        self.end_tokens = request.end_tokens
+        self.most_tokens = min(request.max_tokens, context - len(request.prompt))
+        self.submitted = submitted
+        self.last_token = 0.0
+
+    def append(self, sampled: Sampled) -> FinishReason | None:
+        """Append a token, emit its event, and return the finish reason if the answer has ended."""
+        token = sampled.token
+        row = self.row
+        answer = row.answer
+        answer.append(token)
+        self.tokens.append(token)
+        reason: FinishReason | None = None
+        text = ""
+        if token in self.end_tokens:
+            reason = "stop"
+        else:
+            if self.grammar is not None:
+                self.grammar.advance(token)
+                if self.grammar.finished:
+                    reason = "stop"
+            if self.text is not None:
+                text = self.text.push(token)
+                if self.text.stopped:
+                    reason = "stop"
+            if reason is None and len(answer) >= self.most_tokens:
+                reason = "length"
+        if reason is not None and self.text is not None:
+            text += self.text.end()
+            if self.text.stopped:
+                reason = "stop"
+        logprobs = None
+        if sampled.logprob is not None:
+            logprobs = (TokenLogprobs(token, sampled.logprob, sampled.top),)
+        self._put((token,), text, logprobs, reason, None)
+        return reason
+
+    def finish(self, reason: FinishReason, error: str | None = None) -> None:
+        """Emit the last event, with the text that was held back."""
+        self._put((), "" if self.text is None else self.text.end(), None, reason, error)
+
+    def _put(
+        self,
+        tokens: tuple[int, ...],
+        text: str,
+        logprobs: tuple[TokenLogprobs, ...] | None,
+        reason: FinishReason | None,
+        error: str | None,
+    ) -> None:
+        row = self.row
+        self.stream.put(
+            Output(
+                row.index, tokens, text, logprobs, reason, error, self.cached, len(row.prompt), len(row.answer)
+            )
+        )  # fmt: skip

@@ -1,0 +1,375 @@
+"""The thread that runs steps, and what others call."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import random
+import time
+from collections import deque
+from itertools import count
+from threading import Condition, Thread, current_thread
+from types import TracebackType
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ArgumentError, OrtolanError, one_line
+from .choice import Choice
+from .requests import EngineClosedError, FinishReason, QueueFullError, Request
+from .rows import Sampled, TokenSampler
+from .scheduler import Plan, Scheduler
+from .sequence import State
+from .stats import Counters, Stats
+from .step import BLOCK_TOKENS, Model
+from .stream import Stream
+from .text import Detokenizer, TextStream, special_tokens
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_log = logging.getLogger(__name__)
+_NO_TOKENS: frozenset[int] = frozenset()
+
+
+class Engine:
+    """Serves many requests at once from one model, in a thread of its own.
+
+    An answer depends on its request alone, not on other requests or on when they arrive.
+
+    Attributes:
+        model: The model.
+        tokenizer: The tokenizer, or None.
+        context: The most tokens of prompt and answer together: the model's context, or the size of the pools.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        tokenizer: Tokenizer | None = None,
+        sampler: TokenSampler | None = None,
+        max_step_tokens: int = 512,
+        max_sequences: int = 64,
+        max_queue: int = 1024,
+    ) -> None:
+        """Start an engine.
+
+        Args:
+            model: The model. Only the engine may call it.
+            tokenizer: For text and stop strings. Without one, outputs have tokens only.
+            sampler: Draws tokens; by default, Ortolan's native sampler.
+            max_step_tokens: The most tokens of a call of the model. Lower: shorter pauses between the tokens of an
+                answer while prompts of others are computed. Higher: more tokens of prompts a second.
+            max_sequences: The most sequences that run at the same time.
+            max_queue: The most sequences that wait.
+
+        Raises:
+            ArgumentError: A number is out of range.
+        """
+        if max_queue < 1:
+            raise ArgumentError(f"max_queue is {max_queue}, expected at least 1")
+        self.model = model
+        self.tokenizer = tokenizer
+        self.context = min(model.context, model.blocks * BLOCK_TOKENS)
+        self._scheduler = Scheduler(model.blocks, self.context, max_step_tokens, max_sequences)
+        self._sampler = sampler if sampler is not None else _native_sampler()
+        self._special = _NO_TOKENS if tokenizer is None else special_tokens(tokenizer)
+        self._limits = (max_step_tokens, max_sequences)
+        self._max_queue = max_queue
+        self._counters = Counters()
+        self._finish_times: deque[float] = deque(maxlen=33)
+        # Under the condition: what other threads hand to the engine's.
+        self._condition = Condition()
+        self._inbox: list[Stream] = []
+        self._inbox_choices = 0
+        self._cancelled: list[Stream] = []
+        self._closing = self._stopping = False
+        # Of the engine's thread:
+        self._active: dict[Choice, None] = {}
+        self._deadlines: list[tuple[float, int, Choice]] = []
+        self._deadline_order = count()
+        self._thread = Thread(target=self._run, name="ortolan-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request) -> Stream:
+        """Queue a request. Any thread may call this.
+
+        Returns:
+            The events of the answers.
+
+        Raises:
+            ArgumentError: The request does not fit the model.
+            QueueFullError: Too many sequences wait.
+            EngineClosedError: The engine is closed.
+        """
+        self._check(request)
+        stream = Stream(request, self._cancel)
+        seed = request.sampling.seed
+        seed = random.getrandbits(64) if seed is None else seed % 2**64
+        now = time.monotonic()
+        stream.choices = tuple(
+            Choice(stream, index, seed, self.context, self._text_stream(request), now) for index in range(request.n)
+        )
+        with self._condition:
+            if self._closing:
+                raise EngineClosedError("the engine is closed and takes no more requests")
+            queued = self._queued()
+            if queued and queued + request.n > self._max_queue:
+                self._counters.rejected += 1
+                seconds = self._retry_after(queued)
+                raise QueueFullError(
+                    f"the queue is full: {queued} sequences wait, and at most {self._max_queue} may; "
+                    f"try again in {seconds:.0f} seconds",
+                    seconds,
+                )
+            self._inbox.append(stream)
+            self._inbox_choices += request.n
+            self._condition.notify_all()
+        return stream
+
+    def stats(self) -> Stats:
+        """Return counters and histograms. Any thread may call this; numbers may be of one step more or less."""
+        scheduler, counters = self._scheduler, self._counters
+        pool = scheduler.pool
+        return Stats(
+            queued_sequences=self._queued(),
+            running_sequences=len(scheduler.running),
+            blocks_used=pool.used,
+            blocks_cached=pool.cached,
+            blocks_free=pool.free,
+            prefix_queried_tokens=scheduler.prefix_queries,
+            prefix_hit_tokens=scheduler.prefix_hits,
+            preemptions=scheduler.preemptions,
+            steps=counters.steps,
+            computed_tokens=counters.computed_tokens,
+            prompt_tokens=counters.prompt_tokens,
+            generated_tokens=counters.generated_tokens,
+            finished=dict(counters.finished),
+            rejected_requests=counters.rejected,
+            time_to_first_token=counters.time_to_first_token.data(),
+            time_between_tokens=counters.time_between_tokens.data(),
+            step_seconds=counters.step_seconds.data(),
+            request_seconds=counters.request_seconds.data(),
+        )
+
+    def close(self, drain_seconds: float = 0) -> None:
+        """Refuse new requests, wait for the present ones, cancel the rest, and end the thread.
+
+        Args:
+            drain_seconds: How long to wait before requests that have not ended are cancelled.
+        """
+        with self._condition:
+            self._closing = True
+            self._condition.wait_for(lambda: not self._active and not self._inbox, timeout=drain_seconds)
+            self._stopping = True
+            self._condition.notify_all()
+        if self._thread is not current_thread():
+            self._thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- any thread
+
+    def _check(self, request: Request) -> None:
+        vocabulary = self.model.vocabulary
+        if max(request.prompt) >= vocabulary:
+            raise ArgumentError(
+                f"prompt contains token {max(request.prompt)}, expected less than {vocabulary}, the model's vocabulary"
+            )
+        biased = max(request.sampling.logit_bias, default=0)
+        if biased >= vocabulary:
+            raise ArgumentError(f"logit_bias has token {biased}, expected less than {vocabulary}, the vocabulary")
+        if len(request.prompt) >= self.context:
+            why = "the model's context" if self.context == self.model.context else "what the KV cache holds"
+            raise ArgumentError(
+                f"prompt has {len(request.prompt)} tokens, expected at most {self.context - 1}: {why} is "
+                f"{self.context} tokens, and an answer needs one"
+            )
+        if request.stop and self.tokenizer is None:
+            raise ArgumentError("stop needs a tokenizer: pass one to Engine, or use end_tokens")
+
+    def _text_stream(self, request: Request) -> TextStream | None:
+        if self.tokenizer is None:
+            return None
+        special = self._special if request.skip_special_tokens else _NO_TOKENS
+        return TextStream(Detokenizer(self.tokenizer, request.prompt, special), request.stop)
+
+    def _queued(self) -> int:
+        return len(self._scheduler.waiting) + self._inbox_choices
+
+    def _retry_after(self, queued: int) -> float:
+        """Return the seconds in which a tenth of the queue should be served, from 1 to 60."""
+        times = list(self._finish_times)
+        if len(times) < 2:
+            return 1.0
+        seconds = (time.monotonic() - times[0]) / (len(times) - 1)
+        return min(max(seconds * queued / 10, 1.0), 60.0)
+
+    def _cancel(self, stream: Stream) -> None:
+        with self._condition:
+            self._cancelled.append(stream)
+            self._condition.notify_all()
+
+    # -- the engine's thread
+
+    def _run(self) -> None:
+        while self._receive():
+            try:
+                self._step()
+            except Exception as error:  # of the engine itself: no request may wait forever
+                _log.exception("a step of the engine failed; all requests end with an error")
+                self._reset(f"the engine failed: {one_line(error)}")
+        for choice in list(self._active):
+            self._end(choice, "cancelled")
+
+    def _receive(self) -> bool:
+        """Take over what other threads want, after waiting for work. Return False if the engine should end."""
+        with self._condition:
+            while not (self._inbox or self._cancelled or self._active or self._stopping):
+                self._condition.wait()
+            inbox, self._inbox = self._inbox, []
+            cancelled, self._cancelled = self._cancelled, []
+            for stream in inbox:
+                for choice in stream.choices:
+                    self._active[choice] = None
+                    self._scheduler.add(choice)
+                    if stream.request.deadline is not None:
+                        heapq.heappush(self._deadlines, (stream.request.deadline, next(self._deadline_order), choice))
+            self._inbox_choices = 0
+            stopping = self._stopping
+        for stream in cancelled:
+            for choice in stream.choices:
+                self._end(choice, "cancelled")
+        return not stopping
+
+    def _step(self) -> None:
+        began = time.monotonic()
+        self._end_late(began)
+        plan = self._scheduler.schedule()
+        if plan is None:
+            if self._active:
+                raise AssertionError(f"{len(self._active)} sequences are active, and none was scheduled")
+            return
+        try:
+            logits = self.model.run(plan.step)
+            self._check_logits(logits, len(plan.rows))
+        except Exception as error:
+            _log.exception("the model failed; the %d sequences of the step end with an error", len(plan.counts))
+            for sequence in plan.counts:
+                self._end(cast(Choice, sequence), "error", f"the model failed: {one_line(error)}")
+            return
+        self._scheduler.complete(plan)
+        counters = self._counters
+        counters.steps += 1
+        counters.computed_tokens += len(plan.step.input_ids)
+        if plan.rows:
+            self._sample(plan, logits)
+        counters.step_seconds.observe(time.monotonic() - began)
+
+    def _end_late(self, now: float) -> None:
+        deadlines = self._deadlines
+        while deadlines and deadlines[0][0] <= now:
+            self._end(heapq.heappop(deadlines)[2], "deadline")
+        if len(deadlines) > 2 * len(self._active) + 64:  # most are of answers that have ended, and keep their memory
+            deadlines[:] = [one for one in deadlines if one[2].state is not State.ENDED]
+            heapq.heapify(deadlines)
+
+    def _check_logits(self, logits: NDArray[np.float32], rows: int) -> None:
+        expected = (rows, self.model.vocabulary)
+        if rows and logits.shape != expected:
+            raise OrtolanError(f"logits have shape {list(logits.shape)}, expected {list(expected)}")
+
+    def _sample(self, plan: Plan, logits: NDArray[np.float32]) -> None:
+        choices = cast("list[Choice]", plan.rows)
+        failed: dict[Choice, Exception] = {}
+        for choice in choices:
+            if choice.grammar is not None:
+                try:
+                    choice.row.mask = choice.grammar.mask()
+                except Exception as error:
+                    failed[choice] = error
+        if failed:
+            logits = logits[[choice not in failed for choice in choices]]
+            choices = [choice for choice in choices if choice not in failed]
+        try:
+            drawn: list[Sampled | Exception] = list(self._sampler.sample(logits, [one.row for one in choices]))
+        except Exception:  # find out which rows fail, for the others
+            drawn = [self._sample_one(logits[index : index + 1], one) for index, one in enumerate(choices)]
+        now = time.monotonic()
+        for choice, sampled in zip(choices, drawn, strict=True):
+            if isinstance(sampled, Exception):
+                failed[choice] = sampled
+                continue
+            try:
+                self._append(choice, sampled, now)
+            except Exception as error:  # of a grammar or a tokenizer
+                failed[choice] = error
+        for choice, reason in failed.items():
+            self._end(choice, "error", one_line(reason))
+
+    def _sample_one(self, logits: NDArray[np.float32], choice: Choice) -> Sampled | Exception:
+        try:
+            return self._sampler.sample(logits, [choice.row])[0]
+        except Exception as error:
+            return error
+
+    def _append(self, choice: Choice, sampled: Sampled, now: float) -> None:
+        counters = self._counters
+        counters.generated_tokens += 1
+        if choice.last_token:
+            counters.time_between_tokens.observe(now - choice.last_token)
+        else:
+            counters.time_to_first_token.observe(now - choice.submitted)
+            counters.prompt_tokens += len(choice.row.prompt)
+        choice.last_token = now
+        reason = choice.append(sampled)
+        if reason is not None:
+            self._forget(choice, reason)
+
+    def _end(self, choice: Choice, reason: FinishReason, error: str | None = None) -> None:
+        """End an answer before its time. Nothing happens if it has ended."""
+        if choice.state is State.ENDED:
+            return
+        self._forget(choice, reason)
+        try:
+            choice.finish(reason, error)
+        except Exception as failure:  # of the tokenizer
+            choice.text = None
+            choice.finish("error", one_line(failure))
+
+    def _forget(self, choice: Choice, reason: FinishReason) -> None:
+        self._scheduler.end(choice)
+        now = time.monotonic()
+        self._counters.finished[reason] += 1
+        self._counters.request_seconds.observe(now - choice.submitted)
+        self._finish_times.append(now)
+        with self._condition:
+            del self._active[choice]
+            if not self._active:
+                self._condition.notify_all()
+
+    def _reset(self, error: str) -> None:
+        """End all requests after an error of the engine's own, and begin with an empty cache."""
+        for choice in self._active:
+            choice.state = State.ENDED
+            self._counters.finished["error"] += 1
+            choice.finish("error", error)
+        with self._condition:
+            self._active.clear()
+            self._deadlines.clear()
+            self._scheduler = Scheduler(self.model.blocks, self.context, *self._limits)
+            self._condition.notify_all()
+
+
+def _native_sampler() -> TokenSampler:
+    from .sampling import Sampler
+
+    return Sampler()

@@ -1,0 +1,74 @@
+"""What the scheduler keeps of a sequence."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from .step import BLOCK_TOKENS
+
+
+class State(Enum):
+    """Where a sequence is."""
+
+    WAITING = 0
+    RUNNING = 1
+    ENDED = 2
+
+
+class Sequence:
+    """The tokens of one choice of a request, and how many of them the pools hold.
+
+    Attributes:
+        tokens: Prompt and answer.
+        priority: The priority of the request.
+        client: The client of the request.
+        computed: The number of tokens whose keys and values are stored.
+        blocks: The number of blocks in the sequence's row of the block table.
+        slot: The sequence's row of the block table; -1: none.
+        ticket: The place in the order in which sequences first ran; -1: it has never run.
+        hashes: Hashes of the first full blocks, chained.
+        cached: Tokens that came from the prefix cache when the sequence first ran.
+        preemptions: How often the sequence lost its blocks.
+    """
+
+    __slots__ = (
+        "blocks",
+        "cached",
+        "client",
+        "computed",
+        "hashes",
+        "preemptions",
+        "priority",
+        "slot",
+        "state",
+        "ticket",
+        "tokens",
+    )
+
+    def __init__(self, prompt: tuple[int, ...], priority: int = 0, client: str = "") -> None:
+        self.tokens = list(prompt)
+        self.priority = priority
+        self.client = client
+        self.state = State.WAITING
+        self.computed = 0
+        self.blocks = 0
+        self.slot = -1
+        self.ticket = -1
+        self.hashes: list[bytes] = []
+        self.cached = 0
+        self.preemptions = 0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The order of running sequences: those of higher rank give up their blocks first."""
+        return self.priority, self.ticket
+
+    @property
+    def sharable_blocks(self) -> int:
+        """The number of blocks that may come from the prefix cache: full, and without the last token."""
+        return (len(self.tokens) - 1) // BLOCK_TOKENS
+
+
+def blocks_of(tokens: int) -> int:
+    """Return the number of blocks that hold a number of tokens."""
+    return -(-tokens // BLOCK_TOKENS)
