@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,11 @@ class ModelFolder:
     tool_family: str | None = None
     thoughts: ThoughtMarkers | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def added_tokens(self) -> Mapping[str, int]:
+        """The tokenizer's added tokens."""
+        return {token.content: index for index, token in self.tokenizer.get_added_tokens_decoder().items()}
 
     def encode(self, text: str, *, whole: bool) -> tuple[int, ...]:
         """Return the tokens of a text. whole: add the tokens that every text begins with, unless they are there."""
