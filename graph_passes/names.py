@@ -26,6 +26,8 @@ VERSION_KEY = "ortolan.version"
 OPTIONS_KEY = "ortolan.options"
 PADDING_KEY = "ortolan.padding"  # set if the model skips padding tokens
 PROMPT_KEY = "ortolan.prompt_tokens"  # length of the prompt that is part of the model
+SERVING_KEY = "ortolan.serving"  # set if the model has the form for serving (serve/form.py)
+CONTEXT_KEY = "ortolan.context"  # the most tokens of a sequence, if the model has a limit
 MINIMUM_OPSET = 13  # first opset with a Cast to bfloat16, which Ortolan's ONNX functions need
 MINIMUM_IR_VERSION = 8  # first IR version with functions in a model
 # Ways to pool token vectors to a text's vector, and functions that turn a reranker's logit into a score.

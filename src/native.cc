@@ -12,6 +12,7 @@ void BindRules(py::module_& module);
 void BindMatch(py::module_& module);
 void BindMatchEpilogue(py::module_& module);
 void BindMatchLinear(py::module_& module);
+void BindSampling(py::module_& module);
 
 namespace {
 
@@ -45,4 +46,5 @@ PYBIND11_MODULE(_native, module) {
   ortolan::BindMatch(module);
   ortolan::BindMatchEpilogue(module);
   ortolan::BindMatchLinear(module);
+  ortolan::BindSampling(module);
 }

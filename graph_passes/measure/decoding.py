@@ -57,26 +57,34 @@ def calls_to_decode(feeds: Sequence[Feeds], caches: Collection[str]) -> list[Fee
     Returns:
         The calls; None if no sequence has two tokens, or feeds have inputs that are not supported.
     """
-    longest: tuple[np.ndarray, Feeds] | None = None
-    for one in feeds:
-        ids = one.get("input_ids")
-        if ids is None or ids.ndim != 2 or one.keys() - {*_INPUTS, *caches}:
-            return None
-        mask = one.get("attention_mask")
-        seen = np.ones(ids.shape, bool)
-        if mask is not None and mask.ndim == 2 and mask.shape[1] >= ids.shape[1]:
-            seen = mask[:, mask.shape[1] - ids.shape[1] :] != 0
-        for row, kept in zip(ids, seen, strict=True):
-            if longest is None or kept.sum() > len(longest[0]):
-                longest = row[kept], one
-    if longest is None or len(longest[0]) < 2:
+    if any(one.keys() - {*_INPUTS, *caches} for one in feeds):
         return None
-    ids, one = longest[0][:_MAX_TOKENS], longest[1]
+    ids, one = longest_text(feeds)
+    if len(ids) < 2:
+        return None
+    ids = ids[:_MAX_TOKENS]
     prompt = len(ids) - min(_MAX_STEPS, len(ids) // 2)
     cuts = [0, *range(prompt, len(ids) + 1)]
     calls = [_call(ids, begin, end, one) for begin, end in pairwise(cuts)]
     calls[0] |= {name: np.zeros((1, one[name].shape[1], 0, one[name].shape[3]), one[name].dtype) for name in caches}
     return calls
+
+
+def longest_text(feeds: Sequence[Feeds]) -> tuple[np.ndarray, Feeds]:
+    """Return the longest row of input_ids without padding, [tokens], and its feeds; no tokens without input_ids."""
+    longest: tuple[np.ndarray, Feeds] = np.zeros(0, np.int64), {}
+    for one in feeds:
+        ids = one.get("input_ids")
+        if ids is None or ids.ndim != 2:
+            continue
+        mask = one.get("attention_mask")
+        seen = np.ones(ids.shape, bool)
+        if mask is not None and mask.ndim == 2 and mask.shape[1] >= ids.shape[1]:
+            seen = mask[:, mask.shape[1] - ids.shape[1] :] != 0
+        for row, kept in zip(ids, seen, strict=True):
+            if kept.sum() > len(longest[0]):
+                longest = row[kept], one
+    return longest
 
 
 def _call(ids: np.ndarray, begin: int, end: int, like: Feeds) -> Feeds:

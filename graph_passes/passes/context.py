@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ import onnx_ir as ir
 
 from ortolan.progress import Progress, Stage, no_progress
 
-from ..files.model_file import ModelFile, external_tensors, release_maps
+from ..files.model_file import ModelFile, data_path, external_tensors, load_model, release_maps, write_model
 from ..files.spill import TensorSpill
 from ..find.linear import Linear, find_linears, layer_key
 from ..find.quantized_weight import QuantizedWeight
@@ -114,6 +115,21 @@ class PassContext:
     def release(self) -> None:
         """Unmap the input model's data; the next access maps it again."""
         release_maps(self._mapped)
+
+    def write_again(self, embed_limit: int | None = None) -> None:
+        """Write the model, changed after `candidate` was written, to `candidate`, and load it from there.
+
+        embed_limit: As for `write_model`.
+        """
+        # Write to another folder, because the weights may be in the file that is replaced.
+        written = self.evidence.new_folder() / self.candidate.name
+        write_model(self.source.model, written, self.telling(Stage.WRITE), embed_limit)
+        self.release()
+        for new, old in ((written, self.candidate), (data_path(written), data_path(self.candidate))):
+            old.unlink(missing_ok=True)
+            if new.exists():
+                os.replace(new, old)
+        self.source.model = load_model(self.candidate).model
 
 
 class RecipePass(ir.passes.InPlacePass, abc.ABC):

@@ -16,7 +16,7 @@
 //
 //   - s: a chain of fused multiply-adds from +0, by ascending d, of q (times scale log2(e), rounded) and k. Then it is
 //     capped.
-//   - Keys in tiles of kPagedTile, counted from key 0, of which the visible ones count. The weights of a tile are
+//   - Keys in tiles of kPagedTile, counted from key 0. Hidden keys do not count. The weights of a tile are
 //     2^(s - m), with m the largest s so far. If m grew, y and the sums are first multiplied by 2^(previous m - m).
 //   - Weights are added to sum j % 16. At the end, sums i and i + 8 are added, then i and i + 4, i + 2, i + 1.
 //   - y: fused multiply-adds of the weights and v, by ascending j.

@@ -99,7 +99,7 @@ class PagedLoop {
   const uint8_t* Block(const uint16_t* pool, int64_t block) const {
     return reinterpret_cast<const uint8_t*>(AtByte(pool, args_.blocks[block] * args_.block_bytes));
   }
-  // A tile may end after the sequence's last block; what is there is not read.
+  // A tile may end after the sequence's last block. Those keys are not read.
   Bf16 Tile(const uint16_t* pool, int64_t first, int64_t end) const {
     Bf16 tile;
     for (int b = 0; b < kBlocks; ++b) {
@@ -152,7 +152,7 @@ class PagedLoop {
     for (int block = 0; block < kBlocks; block += kTogether) ScoreRows<kOfRows, kTogether>(row, block, keys);
   }
 
-  // Replaces the scores of a row by weights, of which [first, end) of the tile are visible.
+  // Replaces the scores of a row by weights. Keys [first, end) of the tile are visible, and other weights are 0.
   void Weigh(int64_t row, int64_t first, int64_t end) const {
     float* scores = scores_ + row * kPagedTile;
     if (args_.softcap != 0) {

@@ -28,40 +28,21 @@ namespace {
 
 constexpr const char* kOpType = "NoMADAttention";
 constexpr const char* kPackedOpType = "PackedNoMADAttention";
-constexpr int64_t kMaxHeads = int64_t{1} << 16;
 constexpr int64_t kMostHeadDim = int64_t{1} << 24;
 constexpr int64_t kFloat = sizeof(float);
 
 class Kernel {
  public:
   Kernel(const OrtKernelInfo& info, bool of_packed)
-      : node_(info, of_packed ? kPackedOpType : kOpType), has_kept_(of_packed) {
-    node_.heads = IntAttribute(info, "num_heads", node_.text);
-    node_.kv_heads = IntAttributeOr(info, "kv_num_heads", 0);
-    if (node_.kv_heads == 0) node_.kv_heads = node_.heads;
-    if (node_.heads < 1 || node_.heads > kMaxHeads || node_.kv_heads < 1 || node_.heads % node_.kv_heads != 0) {
-      throw node_.Error("num_heads is ", node_.heads, " and kv_num_heads ", node_.kv_heads, ", expected 1 to ",
-                        kMaxHeads, " heads, and kv_num_heads a divisor of num_heads");
-    }
-    call_.heads = node_.heads;
-    call_.kv_heads = node_.kv_heads;
-    call_.scale = FloatAttributeOr(info, "scale", 0);
-    if (!std::isfinite(call_.scale)) throw node_.Error("scale is ", call_.scale, ", expected a finite value");
-    call_.softcap = FloatAttributeOr(info, "softcap", 0);
-    if (!IsSoftcap(call_.softcap)) {
-      throw node_.Error("softcap is ", call_.softcap, ", expected 0, or ", kLeastSoftcap, " to ", kMostSoftcap);
-    }
+      : node_(info, of_packed ? kPackedOpType : kOpType, kInputCount, kOutputCount), has_kept_(of_packed) {
+    node_.ReadScores(info, call_);
     call_.causal = node_.Flag(info, "causal");
     call_.zero_hidden_rows = node_.Flag(info, "zero_hidden_rows");
     const int64_t precision = IntAttributeOr(info, "precision", 32);
     if (precision != 32 && precision != 16) throw node_.Error("precision is ", precision, ", expected 32 or 16");
     node_.precision = static_cast<int>(precision);
     ReadReproducible(info);
-    packed_ = !node_.HasValues(info, kKey);
-    if (packed_ == node_.HasValues(info, kValue)) {
-      throw node_.Error("only one of the inputs key and value is given, expected both, or neither and a packed query ",
-                        "[B, S, (num_heads + 2 kv_num_heads) D]");
-    }
+    packed_ = node_.IsPacked(info, kKey, kValue);
     has_mask_ = node_.HasValues(info, kMask);
     for (size_t i = 0; i < std::size(floats_); ++i) floats_[i] = AlignedConstant<float>(info, i);
     if (has_kept_) {
@@ -247,27 +228,6 @@ struct KernelOf : Kernel {
   explicit KernelOf(const OrtKernelInfo& info) : Kernel(info, kOfPacked) {}
 };
 
-void InferY(OrtShapeInferContext* context) {
-  // present_key and present_value are not inferred: their number of tokens has no symbolic name.
-  if (Rank(context, kQuery) != 3) return;
-  int64_t width = LastDimension(context, kQuery);
-  if (width < 0) return;
-  if (Rank(context, kKey) < 2) {
-    // Either query is packed, or the shape of key is unknown.
-    const bool packed = !HasMoreInputs(context, kKey) || HasOneElement(context, kKey);
-    if (!packed) return;
-    const int64_t heads = ShapeAttributeOr(context, "num_heads", 1);
-    int64_t kv_heads = ShapeAttributeOr(context, "kv_num_heads", 0);
-    if (kv_heads == 0) kv_heads = heads;
-    for (const int64_t count : {heads, kv_heads}) {
-      if (count < 1 || count > kMaxHeads) return;  // the kernel reports the error
-    }
-    if (width % (heads + 2 * kv_heads) != 0) return;
-    width = width / (heads + 2 * kv_heads) * heads;
-  }
-  CopyShape(context, width);
-}
-
 template <ONNXTensorElementDataType kKeyType, ONNXTensorElementDataType kValueType>
 struct Op : OrtOp<Op<kKeyType, kValueType>, KernelOf<false>> {
   static constexpr ONNXTensorElementDataType kInputTypes[] = {
@@ -291,7 +251,7 @@ struct Op : OrtOp<Op<kKeyType, kValueType>, KernelOf<false>> {
   OrtCustomOpInputOutputCharacteristic GetOutputCharacteristic(size_t index) const {
     return index == kY ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
   }
-  static void InferShape(OrtShapeInferContext* context) { InferY(context); }
+  static void InferShape(OrtShapeInferContext* context) { InferAttention(context, kQuery, kKey); }
 };
 
 struct PackedOp : OrtOp<PackedOp, KernelOf<true>> {
@@ -300,7 +260,7 @@ struct PackedOp : OrtOp<PackedOp, KernelOf<true>> {
   size_t GetOutputTypeCount() const { return 1; }
   ONNXTensorElementDataType GetInputType(size_t index) const { return index == kKept ? kInt64 : kFloats; }
   ONNXTensorElementDataType GetOutputType(size_t) const { return kFloats; }
-  static void InferShape(OrtShapeInferContext* context) { InferY(context); }
+  static void InferShape(OrtShapeInferContext* context) { InferAttention(context, kQuery, kKey); }
 };
 
 template <ONNXTensorElementDataType kKeyType, ONNXTensorElementDataType kValueType>

@@ -13,29 +13,6 @@ constexpr int64_t kMaxWidth = int64_t{1} << 16;  // widest u8 cache, in bytes a 
 
 }  // namespace
 
-AttentionNode::AttentionNode(const OrtKernelInfo& info, const char* op_type) : text(DescribeNode(info, op_type)) {
-  for (size_t i = 0; i < kInputCount; ++i) inputs.push_back(InputName(info, i));
-  for (size_t i = 0; i < kOutputCount; ++i) outputs.push_back(OutputName(info, i));
-}
-
-bool AttentionNode::Flag(const OrtKernelInfo& info, const char* name) const {
-  const int64_t flag = IntAttributeOr(info, name, 0);
-  if (flag != 0 && flag != 1) throw Error(name, " is ", flag, ", expected 0 or 1");
-  return flag == 1;
-}
-
-int64_t AttentionNode::Tokens(const OrtKernelInfo& info, const char* name) const {
-  const int64_t count = IntAttributeOr(info, name, 0);
-  if (count >= 0 && count <= kMaxTokens) return count;
-  throw Error(name, " is ", count, ", expected 0 to ", kMaxTokens, " tokens");
-}
-
-OpError AttentionNode::WrongShape(const KernelContext& context, size_t input, const char* meaning,
-                                  const std::string& expected) const {
-  return Error(meaning, " '", inputs[input], "' has shape ", ShapeText(ShapeOf(context, input)), ", expected ",
-               expected, ". Feed the model inputs of the shapes it was exported for.");
-}
-
 CachedAttention::CachedAttention(const OrtKernelInfo& info, const AttentionNode& node) : node_(node) {
   if (!node_.HasInput(kPastValue)) {
     throw node_.Error("past_key is given without past_value, expected both or neither");

@@ -47,7 +47,7 @@
 #include <vector>
 
 #include "nomad_attention/cached_plan.h"
-#include "ort/ort_op.h"
+#include "nomad_attention/op_node.h"
 
 namespace ortolan {
 
@@ -73,39 +73,6 @@ enum Input : size_t {
   kInputCount
 };
 enum Output : size_t { kY, kPresentKey, kPresentValue, kPresentExactKey, kOutputCount };
-
-using Shape = std::vector<int64_t>;
-
-inline Shape ShapeOf(const KernelContext& context, size_t input) { return context.Input(input).Shape(); }
-
-// The parts of a node that both adapters need, and its error messages.
-struct AttentionNode {
-  std::string text;                          // prefix of each error
-  std::vector<std::string> inputs, outputs;  // names; empty if omitted
-  int64_t heads = 0;
-  int64_t kv_heads = 0;
-  int precision = 32;
-  bool reproducible = false;
-
-  AttentionNode(const OrtKernelInfo& info, const char* op_type);
-
-  bool HasInput(size_t input) const { return input < inputs.size() && !inputs[input].empty(); }
-  bool HasOutput(size_t output) const { return output < outputs.size() && !outputs[output].empty(); }
-  // Whether the input is given and is not the constant 0 that replaces an omitted input.
-  bool HasValues(const OrtKernelInfo& info, size_t input) const {
-    return HasInput(input) && !IsConstantZero(info, input);
-  }
-  // Read attributes; 0 if missing. Throw OpError.
-  bool Flag(const OrtKernelInfo& info, const char* name) const;
-  int64_t Tokens(const OrtKernelInfo& info, const char* name) const;
-
-  template <typename... Parts>
-  OpError Error(const Parts&... parts) const {
-    return OpError(ErrorText(text, ": ", parts...));
-  }
-  OpError WrongShape(const KernelContext& context, size_t input, const char* meaning,
-                     const std::string& expected) const;
-};
 
 class CachedAttention {
  public:

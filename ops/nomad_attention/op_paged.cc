@@ -1,7 +1,9 @@
 // ORT adapter of PagedNoMADAttention: attention of chunks of several sequences, one after another, over pools of blocks
 // of keys and values that all sequences share.
 //
-//     query float [1, tokens, heads D] or [1, heads, tokens, D]; key, value: the same with kv_heads
+//     query float [1, tokens, heads D] or [1, heads, tokens, D]; key, value: the same with kv_heads; or only query,
+//     packed
+//         as [1, tokens, (heads + 2 kv_heads) D]
 //     key_pool bf16 [blocks, kv_heads, D, 16], value_pool bf16 [blocks, kv_heads, 16, D]: a block has 16 tokens
 //     sequence_starts int64 [sequences + 1]: the first token of each sequence in this call, then the number of tokens
 //     past_lengths int64 [sequences]: tokens of each sequence that the pools hold
@@ -19,13 +21,13 @@
 // to which no sequence of the call appends. The host binds one buffer to a pool and its output; otherwise the pool is
 // copied.
 //
-// ONNX Runtime up to 1.23 crashes on an omitted input before a given one; a constant 0 of shape [1] may replace cos and
-// sin.
+// ONNX Runtime up to 1.23 crashes on an omitted input before a given one; a constant 0 of shape [1] may replace key,
+// value, cos and sin.
 #include <cmath>
 #include <cstring>
 #include <optional>
 
-#include "nomad_attention/op_cached.h"
+#include "nomad_attention/op_node.h"
 #include "nomad_attention/paged_plan.h"
 #include "operators.h"
 
@@ -33,7 +35,6 @@ namespace ortolan {
 namespace {
 
 constexpr const char* kPagedOpType = "PagedNoMADAttention";
-constexpr int64_t kMostHeads = int64_t{1} << 16;
 constexpr int64_t kFloat = sizeof(float);
 
 enum PagedInput : size_t {
@@ -54,23 +55,13 @@ enum PagedOutput : size_t { kPagedY, kNewKeyPool, kNewValuePool, kPagedOutputCou
 
 class PagedKernel {
  public:
-  explicit PagedKernel(const OrtKernelInfo& info) : node_(info, kPagedOpType) {
-    heads_ = IntAttribute(info, "num_heads", node_.text);
-    kv_heads_ = IntAttributeOr(info, "kv_num_heads", 0);
-    if (kv_heads_ == 0) kv_heads_ = heads_;
-    if (heads_ < 1 || heads_ > kMostHeads || kv_heads_ < 1 || heads_ % kv_heads_ != 0) {
-      throw node_.Error("num_heads is ", heads_, " and kv_num_heads ", kv_heads_, ", expected 1 to ", kMostHeads,
-                        " heads, and kv_num_heads a divisor of num_heads");
-    }
-    scale_ = FloatAttributeOr(info, "scale", 0);
-    if (!std::isfinite(scale_)) throw node_.Error("scale is ", scale_, ", expected a finite value");
-    softcap_ = FloatAttributeOr(info, "softcap", 0);
-    if (!IsSoftcap(softcap_)) {
-      throw node_.Error("softcap is ", softcap_, ", expected 0, or ", kLeastSoftcap, " to ", kMostSoftcap);
-    }
+  explicit PagedKernel(const OrtKernelInfo& info) : node_(info, kPagedOpType, kPagedInputCount, kPagedOutputCount) {
+    node_.ReadScores(info, sizes_);
+    sizes_.batch = 1;
     PagedForm form;
     form.window = node_.Tokens(info, "window");
     form.interleaved = node_.Flag(info, "rotary_interleaved");
+    packed_ = node_.IsPacked(info, kPagedKey, kPagedValue);
     has_rotary_ = node_.HasValues(info, kPagedCos);
     if (has_rotary_ != node_.HasValues(info, kPagedSin)) {
       throw node_.Error("only one of the inputs cos and sin is given, expected both or neither");
@@ -82,14 +73,9 @@ class PagedKernel {
   }
 
   void Compute(KernelContext& context, Host& host) const {
-    AttentionCall sizes;
-    sizes.batch = 1;
-    sizes.heads = heads_;
-    sizes.kv_heads = kv_heads_;
-    sizes.softcap = softcap_;
-    PagedCall call(sizes);
+    PagedCall call(sizes_);
     ReadRows(context, call);
-    call.scale = scale_ != 0 ? scale_ : 1.0f / std::sqrt(static_cast<float>(call.head_dim));
+    if (call.scale == 0) call.scale = 1.0f / std::sqrt(static_cast<float>(call.head_dim));
     CheckPool(context, kKeyPool, {call.head_dim, kBlockTokens}, call);
     CheckPool(context, kValuePool, {kBlockTokens, call.head_dim}, call);
     ReadSequences(context, call);
@@ -103,33 +89,45 @@ class PagedKernel {
  private:
   // Reads query, key and value, and the sizes that follow from them.
   void ReadRows(const KernelContext& context, PagedCall& call) const {
-    const auto read = [&](size_t input, const char* meaning, int64_t heads) {
-      const Shape shape = ShapeOf(context, input);
-      const bool by_heads = shape.size() == 4;
-      const bool fits = by_heads ? shape[0] == 1 && shape[1] == heads
-                                 : shape.size() == 3 && shape[0] == 1 && shape[2] > 0 && shape[2] % heads == 0;
-      const int64_t tokens = fits ? shape[by_heads ? 2 : 1] : 0,
-                    dim = fits ? (by_heads ? shape[3] : shape[2] / heads) : 0;
-      if (input == kPagedQuery) {
-        call.queries = tokens;
-        call.head_dim = dim;
-      }
-      if (!fits || tokens != call.queries || dim != call.head_dim) {
-        throw node_.WrongShape(context, input, meaning,
-                               ErrorText("[1, tokens, ", heads, " heads] or [1, ", heads, ", tokens, D]",
-                                         input == kPagedQuery ? "" : ", with the tokens and head size of the query"));
-      }
-      const int64_t bytes = dim * kFloat;
-      return HeadRows{context.Input(input).Data<float>(), 0, by_heads ? tokens * bytes : bytes,
-                      by_heads ? bytes : heads * bytes};
-    };
-    call.q = read(kPagedQuery, "query", call.heads);
+    const int64_t in_query = call.heads + (packed_ ? 2 * call.kv_heads : 0);
+    call.q = ReadOperand(context, kPagedQuery, "query", in_query, call);
     if (call.head_dim < kBlockTokens || call.head_dim > kMostPagedHeadDim || call.head_dim % kBlockTokens != 0) {
       throw node_.Error("head size is ", call.head_dim, ", expected a multiple of ", kBlockTokens, " from ",
                         kBlockTokens, " to ", kMostPagedHeadDim);
     }
-    call.k = read(kPagedKey, "key", call.kv_heads);
-    call.v = read(kPagedValue, "value", call.kv_heads);
+    if (packed_) {
+      call.k = call.v = call.q;
+      call.k.data += call.heads * call.head_dim;
+      call.v.data += (call.heads + call.kv_heads) * call.head_dim;
+    } else {
+      call.k = ReadOperand(context, kPagedKey, "key", call.kv_heads, call);
+      call.v = ReadOperand(context, kPagedValue, "value", call.kv_heads, call);
+    }
+  }
+
+  // Reads an operand with this number of heads. The query sets the tokens and the head size of the call.
+  HeadRows ReadOperand(const KernelContext& context, size_t input, const char* meaning, int64_t heads,
+                       PagedCall& call) const {
+    const Shape shape = ShapeOf(context, input);
+    const bool by_heads = shape.size() == 4 && !packed_;
+    const bool fits = by_heads ? shape[0] == 1 && shape[1] == heads
+                               : shape.size() == 3 && shape[0] == 1 && shape[2] > 0 && shape[2] % heads == 0;
+    const int64_t tokens = fits ? shape[by_heads ? 2 : 1] : 0,
+                  dim = fits ? (by_heads ? shape[3] : shape[2] / heads) : 0;
+    if (input == kPagedQuery) {
+      call.queries = tokens;
+      call.head_dim = dim;
+    }
+    if (!fits || tokens != call.queries || dim != call.head_dim) {
+      throw node_.WrongShape(
+          context, input, meaning,
+          packed_ ? ErrorText("[1, tokens, ", heads, " heads], as key and value are part of it")
+                  : ErrorText("[1, tokens, ", heads, " heads] or [1, ", heads, ", tokens, D]",
+                              input == kPagedQuery ? "" : ", with the tokens and head size of the query"));
+    }
+    const int64_t bytes = dim * kFloat;
+    return HeadRows{context.Input(input).Data<float>(), 0, by_heads ? tokens * bytes : bytes,
+                    by_heads ? bytes : heads * bytes};
   }
 
   // Checks a pool, and sets the number of blocks.
@@ -198,9 +196,8 @@ class PagedKernel {
   }
 
   AttentionNode node_;
-  int64_t heads_ = 0, kv_heads_ = 0;
-  float scale_ = 0, softcap_ = 0;
-  bool has_rotary_ = false;
+  AttentionCall sizes_;  // from attributes
+  bool packed_ = false, has_rotary_ = false;
   AlignedConstant<float> floats_[kPagedInputCount];  // cos, sin and sinks
   std::optional<PagedPlan> plan_;
 };
@@ -220,11 +217,10 @@ struct PagedOp : OrtOp<PagedOp, PagedKernel> {
   ONNXTensorElementDataType GetInputType(size_t index) const { return kInputTypes[index]; }
   ONNXTensorElementDataType GetOutputType(size_t index) const { return index == kPagedY ? kFloats : kPools; }
   OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t index) const {
-    return index < kPagedCos ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
+    const bool may_miss = index == kPagedKey || index == kPagedValue || index >= kPagedCos;
+    return may_miss ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
   }
-  static void InferShape(OrtShapeInferContext* context) {
-    if (Rank(context, kPagedQuery) == 3) CopyShape(context, LastDimension(context, kPagedQuery));
-  }
+  static void InferShape(OrtShapeInferContext* context) { InferAttention(context, kPagedQuery, kPagedKey); }
 };
 
 }  // namespace

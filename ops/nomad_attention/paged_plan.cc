@@ -20,6 +20,10 @@ constexpr int64_t kMostRows = 96;  // of a kernel call, except for a single toke
 struct Unit {
   int64_t sequence, kv_head, token, tokens, part;
   int64_t partial;  // index of its first row in the partial results
+
+  bool SharesRows(const Unit& other) const {
+    return sequence == other.sequence && kv_head == other.kv_head && token == other.token;
+  }
 };
 
 // Appends a token's key or value to its slot in a block.
@@ -28,6 +32,47 @@ void AppendKey(const float* key, int64_t head_dim, uint16_t* slot) {
 }
 void AppendValue(const float* value, int64_t head_dim, uint16_t* slot) {
   for (int64_t d = 0; d < head_dim; ++d) slot[d] = RoundToBf16(value[d]);
+}
+
+// Returns the number of tokens of the largest unit.
+int64_t MostTokens(const PagedCall& call) { return std::max<int64_t>(kMostRows / call.Group(), 1); }
+
+// Returns the units of a call. Units that share rows are neighbours.
+std::vector<Unit> UnitsOf(const PagedCall& call, int64_t window) {
+  const int64_t most_tokens = MostTokens(call);
+  std::vector<Unit> units;
+  int64_t rows = 0;
+  for (int64_t b = 0; b < call.Sequences(); ++b) {
+    for (int64_t head = 0; head < call.kv_heads; ++head) {
+      for (int64_t token = 0; token < call.Added(b); token += most_tokens) {
+        const int64_t tokens = std::min(most_tokens, call.Added(b) - token);
+        const int64_t end = call.Past(b) + token + tokens;
+        const int64_t first = window > 0 ? std::max<int64_t>(call.Past(b) + token + 1 - window, 0) : 0;
+        for (int64_t part = first / kPartKeys; part * kPartKeys < end; ++part) {
+          units.push_back({b, head, token, tokens, part, rows});
+          rows += tokens * call.Group();
+        }
+      }
+    }
+  }
+  return units;
+}
+
+// Returns the first unit of each work item, and the number of units. Neighbouring units are one item until they are
+// worth handing to another thread.
+std::vector<size_t> ItemsOf(const PagedCall& call, std::span<const Unit> units) {
+  std::vector<size_t> items{0};
+  int64_t macs = 0;
+  for (size_t u = 0; u < units.size(); ++u) {
+    const Unit& unit = units[u];
+    const int64_t end = call.Past(unit.sequence) + unit.token + unit.tokens;
+    const int64_t keys = std::min(end - unit.part * kPartKeys, kPartKeys);
+    macs += 2 * unit.tokens * call.Group() * keys * call.head_dim;
+    if (macs < ActiveTuning().piece_macs && u + 1 < units.size()) continue;
+    items.push_back(u + 1);
+    macs = 0;
+  }
+  return items;
 }
 
 }  // namespace
@@ -119,23 +164,9 @@ void PagedPlan::Run(Host& host, PagedCall call) const {
 }
 
 void PagedPlan::Attend(Host& host, const PagedCall& call) const {
-  const int64_t group = call.Group(), most_tokens = std::max<int64_t>(kMostRows / group, 1);
-  std::vector<Unit> units;
-  int64_t rows = 0;
-  for (int64_t b = 0; b < call.Sequences(); ++b) {
-    for (int64_t head = 0; head < call.kv_heads; ++head) {
-      for (int64_t token = 0; token < call.Added(b); token += most_tokens) {
-        const int64_t tokens = std::min(most_tokens, call.Added(b) - token);
-        const int64_t end = call.Past(b) + token + tokens;
-        const int64_t first = form_.window > 0 ? std::max<int64_t>(call.Past(b) + token + 1 - form_.window, 0) : 0;
-        for (int64_t part = first / kPartKeys; part * kPartKeys < end; ++part) {
-          units.push_back({b, head, token, tokens, part, rows});
-          rows += tokens * group;
-        }
-      }
-    }
-  }
-  const int64_t dim = call.head_dim;
+  const int64_t group = call.Group(), dim = call.head_dim, most_tokens = MostTokens(call);
+  const std::vector<Unit> units = UnitsOf(call, form_.window);
+  const int64_t rows = units.empty() ? 0 : units.back().partial + units.back().tokens * group;
   const HostMemory memory(host, rows * (2 + dim) * kFloat);
   float* const maxima = reinterpret_cast<float*>(memory.data());
   const auto partial_of = [&](int64_t row) {
@@ -162,18 +193,7 @@ void PagedPlan::Attend(Host& host, const PagedCall& call) const {
     args.sinks = call.sinks == nullptr ? nullptr : call.sinks + head;
     return args;
   };
-  // Neighbouring units are one work item until they are worth handing to another thread.
-  std::vector<size_t> items{0};
-  int64_t macs = 0;
-  for (size_t u = 0; u < units.size(); ++u) {
-    const Unit& unit = units[u];
-    const int64_t end = call.Past(unit.sequence) + unit.token + unit.tokens;
-    const int64_t keys = std::min(end - unit.part * kPartKeys, kPartKeys);
-    macs += 2 * unit.tokens * group * keys * dim;
-    if (macs < ActiveTuning().piece_macs && u + 1 < units.size()) continue;
-    items.push_back(u + 1);
-    macs = 0;
-  }
+  const std::vector<size_t> items = ItemsOf(call, units);
   const int64_t scratch_bytes = Aligned(attention_.scratch_bytes(most_tokens * group, dim));
   ForEachWithScratch(host, static_cast<int64_t>(items.size()) - 1, scratch_bytes, [&](int64_t item, char* scratch) {
     for (size_t u = items[static_cast<size_t>(item)]; u < items[static_cast<size_t>(item) + 1]; ++u) {
@@ -187,9 +207,7 @@ void PagedPlan::Attend(Host& host, const PagedCall& call) const {
     const int64_t position = call.Past(unit.sequence) + unit.token;
     for (int64_t t = 0; t < unit.tokens; ++t) {
       std::optional<DecodePartial> whole;
-      for (size_t part = u; part < units.size() && units[part].token == unit.token &&
-                            units[part].sequence == unit.sequence && units[part].kv_head == unit.kv_head;
-           ++part) {
+      for (size_t part = u; part < units.size() && units[part].SharesRows(unit); ++part) {
         const int64_t begin = units[part].part * kPartKeys, first = position + t + 1 - form_.window;
         if (begin > position + t || (form_.window > 0 && first >= begin + kPartKeys)) continue;
         const DecodePartial own = partial_of(units[part].partial + t * group);
@@ -205,9 +223,7 @@ void PagedPlan::Attend(Host& host, const PagedCall& call) const {
   };
   std::vector<size_t> firsts;  // the first unit of each chunk and head
   for (size_t u = 0; u < units.size(); ++u) {
-    const bool follows = u > 0 && units[u - 1].token == units[u].token && units[u - 1].kv_head == units[u].kv_head &&
-                         units[u - 1].sequence == units[u].sequence;
-    if (!follows) firsts.push_back(u);
+    if (u == 0 || !units[u].SharesRows(units[u - 1])) firsts.push_back(u);
   }
   host.ParallelFor(static_cast<int64_t>(firsts.size()), [&](int64_t i) { finish(firsts[static_cast<size_t>(i)]); });
 }

@@ -1,6 +1,6 @@
 """Native core of Ortolan: packers, unpackers, shared rules, CPU information."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, TypedDict, overload
 
 import numpy as np
@@ -322,4 +322,71 @@ def unpack_block_sparse(
 
     Raises:
         ValueError: the tensors are malformed.
+    """
+
+MOST_SAMPLED_TOKENS: int  # the largest vocabulary that `sample_rows` takes
+
+class SamplingRow:
+    """Options and history of one sequence (src/sampling.h)."""
+
+    def __init__(
+        self,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        seed: int = 0,
+        choice: int = 0,
+        logprobs: int = -1,
+        prompt: Sequence[int] = (),
+        bias_tokens: Sequence[int] = (),
+        bias_values: Sequence[float] = (),
+    ) -> None:
+        """Check the options, and count the tokens of the prompt if a penalty needs them.
+
+        Args:
+            temperature: Values below 1e-6 choose the most likely token.
+            top_k: 0: all tokens.
+            top_p: Above 0, at most 1.
+            min_p: 0 to 1.
+            repetition_penalty: Above 0.
+            presence_penalty: Any finite number.
+            frequency_penalty: Any finite number.
+            seed: The key of the random generator, 0 to 2^64 - 1.
+            choice: The index among the answers to one prompt, 0 to 2^32 - 1.
+            logprobs: The number of best tokens to report; -1: report no logprobs.
+            prompt: Tokens.
+            bias_tokens: Tokens with a bias.
+            bias_values: The value to add to the logit of each.
+
+        Raises:
+            ValueError: An option or a token is out of range.
+        """
+    @property
+    def generated(self) -> int:
+        """The number of tokens in the answer."""
+    def append(self, token: int) -> None:
+        """Add a token to the answer."""
+
+def sample_rows(
+    logits: NDArray[np.float32], rows: Sequence[SamplingRow], masks: Sequence[NDArray[np.uint32] | None] = ()
+) -> list[int | tuple[int, float, list[int], list[float]] | str]:
+    """Choose a token for each row of logits [rows, vocabulary], without the GIL.
+
+    Args:
+        logits: Each row's logits.
+        rows: Each row's options and history. No other thread may append to them during the call.
+        masks: Empty, or for each row the allowed tokens: bit t % 32 of word t // 32; None: all tokens. Tokens beyond the
+            last word are not allowed.
+
+    Returns:
+        For each row: the token; (token, logprob, best tokens, their logprobs) if the row asks for logprobs; or a text
+        that describes what is wrong with the logits.
+
+    Raises:
+        ValueError: Shapes do not match.
     """

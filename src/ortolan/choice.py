@@ -156,16 +156,25 @@ def _ready_made(
     return replace(changed, search=chosen.search)
 
 
-def default_recipe(source: ModelFile, choice: Choice) -> Choice:
+def default_recipe(source: ModelFile, choice: Choice, serve: bool = False) -> Choice:
     """Return the choice with a recipe, or with the decision to measure.
 
-    Raises RecipeError for options that no pass of the recipe has.
+    Args:
+        source: The model.
+        choice: The choice that the arguments make.
+        serve: The model gets the form for serving, so a recipe must replace attention.
+
+    Raises:
+        RecipeError: No pass of the recipe has one of the options.
     """
     if choice.recipe is not None or choice.bits is not None:
         return choice
     if choice.measured:
         return choice.measuring()
     stored, reasons = _count_stored(source)
+    if not stored and serve:
+        recipe = Recipe.of(weights="int8").reproducing(choice.reproducible).with_options(choice.options)
+        return replace(choice, recipe=recipe, note="no target format was given: weights='int8' for serving")
     if not stored:
         return choice.measuring(_describe_lost(reasons))
     layers = f"{stored} layers store" if stored > 1 else "1 layer stores"

@@ -293,6 +293,9 @@ def _sts_score(pairs: Path, tokenizer: Path | None, model: Path) -> Callable[[Pa
 def import_(
     model: Annotated[Path, typer.Argument(metavar="MODEL.gguf", help="A GGUF file of a decoder like Llama.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="The new folder.")],
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Write the form for `ortolan serve`, for many requests at once.")
+    ] = False,
     as_json: options.AsJson = False,
     verbose: options.Verbose = 0,
     quiet: options.Quiet = False,
@@ -301,7 +304,7 @@ def import_(
     from . import import_gguf
 
     with progress_bar(verbose, quiet) as progress:
-        report = import_gguf(model, output, progress=progress)
+        report = import_gguf(model, output, serve=serve, progress=progress)
     if as_json or not quiet:
         print_result(report, as_json, verbose)
 

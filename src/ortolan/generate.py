@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ortolan.graph_passes.names import ORTOLAN_DOMAIN, PROMPT_KEY
+from ortolan.graph_passes.names import PROMPT_KEY
 
 from .errors import ArgumentError, ArgumentTypeError, OrtolanError, wrong_type
 
@@ -280,39 +280,14 @@ def _graph(model: ir.Model | str | os.PathLike[str]) -> ir.Graph:
     return model.graph if isinstance(model, ir.Model) else ir.load(model).graph
 
 
-# Maps operators that read tables of positions to the index of the input with the cosines of the rotary embedding.
-_POSITION_TABLES = {
-    ("com.microsoft", "GroupQueryAttention"): 7,
-    ("com.microsoft", "RotaryEmbedding"): 2,
-    ("", "RotaryEmbedding"): 1,
-    (ORTOLAN_DOMAIN, "NoMADAttention"): 8,
-}
-
-
 def read_context(model: ir.Model | str | os.PathLike[str]) -> int | None:
     """Return the number of positions of a model: the rows of its rotary or learned position tables.
 
     None if there is no such table. A graph that computes cosines and sines itself has no limit.
     """
-    import onnx_ir as ir
+    from ortolan.graph_passes.find.positions import count_positions
 
-    rows: list[int] = []
-    for node in _graph(model):
-        index = _POSITION_TABLES.get((node.domain, node.op_type))
-        if (node.domain, node.op_type) == ("", "Gather") and _is_position_ids(node.inputs[1]):
-            index = 0
-        table = node.inputs[index] if index is not None and index < len(node.inputs) else None
-        tensor = None if table is None else ir.convenience.get_const_tensor(table)
-        # A tensor with three axes holds the cosines of the current tokens, and is not a table.
-        if tensor is not None and len(tensor.shape) == 2:
-            rows.append(int(tensor.shape.numpy()[0]))
-    return min(rows, default=None)
-
-
-def _is_position_ids(value: ir.Value | None) -> bool:
-    while value is not None and (node := value.producer()) is not None and node.op_type in ("Cast", "Reshape"):
-        value = node.inputs[0]
-    return value is not None and value.name == "position_ids"
+    return count_positions(_graph(model))
 
 
 def sample(

@@ -25,8 +25,10 @@ from ortolan.graph_passes.recipe import Recipe
 from ortolan.graph_passes.report.figures import human_bytes
 from ortolan.graph_passes.report.optimization import LayerReport, OptimizationReport
 from ortolan.graph_passes.run import plan, transform, write
+from ortolan.graph_passes.serve.check import make_serving_form
 
 from .errors import VerificationError, wrong_type
+from .generate import Decoder, generate
 from .library import LIBRARY_NAME, get_library_path
 from .models.gguf.file import StoredWeight
 from .models.gguf.model import GgufModel, read_model
@@ -43,11 +45,16 @@ if TYPE_CHECKING:
 
 _MODEL = "model.onnx"
 _TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_TOKENS_TO_COMPARE = 40  # of the model's own text, with which its form for serving is checked
 _ROWS_TO_CHECK = 4  # number of random input rows on which each layer is checked
 
 
 def import_gguf(
-    path: str | os.PathLike[str], folder: str | os.PathLike[str], *, progress: Progress | None = None
+    path: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    serve: bool = False,
+    progress: Progress | None = None,
 ) -> OptimizationReport:
     """Convert a decoder of the Llama family from a GGUF file into a folder for onnxruntime-genai and Optimum.
 
@@ -61,6 +68,8 @@ def import_gguf(
         path: The GGUF file, of architecture llama (also Mistral), qwen2, qwen3, phi3 or gemma, without scaled rotary
             frequencies other than Llama 3.1's. Needs the extra ortolan[decoder].
         folder: A new or empty folder, which appears when it is complete.
+        serve: Write the form for serving, as `optimize_onnx(serve=True)` does. The folder then is for `ortolan serve`,
+            and has neither the library nor the configuration of onnxruntime-genai.
         progress: As for `optimize_onnx`.
 
     Returns:
@@ -76,7 +85,7 @@ def import_gguf(
     target = Path(folder)
     check_new_folder(target, "a model with its tokenizer is a folder", ".onnx")
     with told(progress or no_progress) as tell:
-        run = _Import(read_model(path).with_halves(), target)
+        run = _Import(read_model(path).with_halves(), target, serve)
         run.execute(tell)
     return run.report
 
@@ -106,9 +115,9 @@ class _Weights:
 class _Import:
     """A call of `import_gguf`. Cheap checks run before any weight is read."""
 
-    def __init__(self, model: GgufModel, target: Path) -> None:
+    def __init__(self, model: GgufModel, target: Path, serve: bool) -> None:
         get_library_path()
-        self.model, self.target = model, target
+        self.model, self.target, self.serve = model, target, serve
         tokenizer = read_gguf_tokenizer(model.file)
         facts = read_tokenizer_facts(model.file)
         tokens = [str(tokenizer.id_to_token(index)) for index in range(tokenizer.get_vocab_size())]
@@ -152,7 +161,10 @@ class _Import:
                 transform(steps, context)
                 self._tell_weights(weights, layers)
                 write(steps, context, embed_limit=0)
-            self._check_runs(result / _MODEL)
+                decoder = self._check_runs(result / _MODEL)
+                if self.serve:
+                    ids = np.array([self.start, *generate(decoder, [self.start], _TOKENS_TO_COMPARE)])
+                    make_serving_form(context, ids, embed_limit=0)
             self._write_others(result)
             tell(Stage.SAVE, 0, 1)
             move_folder_into_place(result, self.target)
@@ -206,27 +218,29 @@ class _Import:
             layer.bytes_before = weights.stored_bytes(name)
         self.report.notes[:0] = [*self.model.notes, *_describe(weights.taken)]
 
-    def _check_runs(self, path: Path) -> None:
-        """Run the model on one token.
+    def _check_runs(self, path: Path) -> Decoder:
+        """Run the model on one token, and return it as a decoder.
 
         Raises:
             SessionError: It cannot be opened.
             VerificationError: It returns NaN or infinity.
         """
-        from .generate import Decoder
-
-        logits = Decoder(create_session(path)).step([self.start])
+        decoder = Decoder(create_session(path))
+        logits = decoder.step([self.start])
         if not np.isfinite(logits).all():
             raise VerificationError(
                 f"model returns NaN or infinity for token {self.start}; nothing was saved; check that "
                 f"{str(self.model.file.path)!r} is complete"
             )
+        decoder.reset()
+        return decoder
 
     def _write_others(self, result: Path) -> None:
         self.report.file_size_after = sum(file.stat().st_size for file in result.iterdir())
         for name, text in self.texts.items():
             (result / name).write_text(text, encoding="utf-8")
-        self.genai.write(result)
+        if not self.serve:
+            self.genai.write(result)
 
 
 def _first_token(facts: TokenizerFacts) -> int:

@@ -39,6 +39,7 @@ from ortolan.graph_passes.files.output import move_folder_into_place
 from ortolan.graph_passes.files.spill import TensorSpill
 from ortolan.graph_passes.files.work_folder import work_folder
 from ortolan.graph_passes.find.bfloat16 import widen_bfloat16
+from ortolan.graph_passes.measure.decoding import longest_text
 from ortolan.graph_passes.measure.evidence import Evidence
 from ortolan.graph_passes.measure.feeds import Calibration, Feeds, read_calibration, read_prompt
 from ortolan.graph_passes.measure.finite import check_weights
@@ -50,6 +51,8 @@ from ortolan.graph_passes.recipe import Recipe
 from ortolan.graph_passes.report.lines import count
 from ortolan.graph_passes.report.optimization import OptimizationReport
 from ortolan.graph_passes.run import run_recipe
+from ortolan.graph_passes.serve.check import make_serving_form
+from ortolan.graph_passes.serve.form import check_decoder
 from ortolan.graph_passes.text.text_input import add_text_input, check_text_model, plan_text_input
 from ortolan.graph_passes.text.text_plan import TextInput, TextPlan
 from ortolan.graph_passes.text.texts import Tokenizer, count_tokens, feeds_of_texts, find_tokenizer, read_texts
@@ -130,10 +133,13 @@ def optimize_onnx(
         file = tokenizer if isinstance(tokenizer, str | os.PathLike) and str(tokenizer).endswith(".json") else None
         wanted = chosen.texts_in if isinstance(chosen.texts_in, TextInput) else TextInput()
         text = plan_text_input(source.model, wanted, source.path, file)
+    choice = default_recipe(source, choice, chosen.serve)
+    if chosen.serve:
+        check_decoder(source.model, source.name)
     run = _Run(
         source,
         _check_target(output, source),
-        default_recipe(source, choice),
+        choice,
         chosen,
         text=text,
         genai=find_genai_config(source),
@@ -376,7 +382,8 @@ class _Run:
                 )
             if not self.options.dry_run:
                 self._add_tokenizer(context)
-                original = not recipe.passes and self.text is None
+                self._make_serving_form(context)
+                original = not recipe.passes and self.text is None and not self.options.serve
                 _finish(source, context, self.target, self.genai, original)
         _log(self.report)
 
@@ -434,17 +441,16 @@ class _Run:
         expected = ask_probes(verified, self.text)
         del verified
         add_text_input(context.source.model, self.text, self._probes)
-        # Write to another folder, because the weights may be in the file that is replaced.
-        written = context.evidence.new_folder() / context.candidate.name
-        write_model(context.source.model, written, context.telling(Stage.WRITE))
-        context.release()
-        for new, old in ((written, context.candidate), (data_path(written), data_path(context.candidate))):
-            old.unlink(missing_ok=True)
-            if new.exists():
-                os.replace(new, old)
-        context.source.model = load_model(context.candidate).model
+        context.write_again()
         check_text_model(context.candidate, self.text, expected)
         context.note(self.text.description)
+
+    def _make_serving_form(self, context: PassContext) -> None:
+        """Change the optimized decoder into its form for serving, if `serve` was given, and write it."""
+        if not self.options.serve:
+            return
+        ids, _ = longest_text(context.evidence.feeds())
+        make_serving_form(context, ids)
 
 
 def _read_texts(calibration: Calibration | None) -> Any:

@@ -272,6 +272,17 @@ class OptimizeOptions:
             hosts=("cli",),
         ),
     )
+    serve: bool = field(
+        default=False,
+        metadata=_about(
+            "Result",
+            bool,
+            "For a decoder: write its form for serving, which computes tokens of many sequences in one call and keeps "
+            "their caches in pools of blocks, for `ortolan serve`. Without a target format, weights that the model "
+            "stores in 4 or 8 bits are kept, and other weights become int8.",
+            hosts=("cli",),
+        ),
+    )
     portable: bool = field(
         default=True,
         metadata=_about(
@@ -320,7 +331,7 @@ class OptimizeOptions:
 
     def __post_init__(self) -> None:
         """Check types and single values; choice.py checks how they fit together."""
-        for name in ("portable", "allow_different", "dry_run"):
+        for name in ("serve", "portable", "allow_different", "dry_run"):
             if not isinstance(getattr(self, name), bool):
                 raise wrong_type(name, getattr(self, name), "True or False")
         check_threads(self.threads)
@@ -332,6 +343,9 @@ class OptimizeOptions:
         limits = [
             name for name in ("budget", "max_perplexity_increase", "max_bytes") if getattr(self, name) is not None
         ]
+        others = {"texts_in": self.texts_in, "prompt": self.prompt is not None, "cache='codes'": self.cache == "codes"}
+        if self.serve and (other := next((one for one, given in others.items() if given), None)):
+            raise ArgumentError(f"serve cannot be combined with {other}; leave one of them out")
         if len(limits) > 1:
             raise ArgumentError(f"{limits[0]} and {limits[1]} exclude each other; give one of them")
 
@@ -365,6 +379,7 @@ class OptimizeArguments(TypedDict, total=False):
     tokenizer: Tokenizer | None
     prompt: str | os.PathLike[str] | npt.ArrayLike | None
     texts_in: bool | TextInput
+    serve: bool
     portable: bool
     reproducible: str | None
     threads: int | None

@@ -53,7 +53,7 @@ def refuse_for_parts(folder: Path, output: Any, options: OptimizeOptions) -> Non
         RecipeError: An option is for one model only.
         OutputError: The output folder is missing.
     """
-    for name in ("prompt", "texts_in", "budget", "max_perplexity_increase", "max_bytes"):
+    for name in ("prompt", "texts_in", "serve", "budget", "max_perplexity_increase", "max_bytes"):
         value = getattr(options, name)
         if value is not None and value is not False:
             raise RecipeError(

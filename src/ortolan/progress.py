@@ -37,6 +37,7 @@ class Stage(StrEnum):
     WRITE = "write"
     VERIFY = "verify"
     TOKENIZER = "tokenizer"
+    SERVE = "form for serving"
     COPY = "copy"
     SAVE = "save"
     # search

@@ -3,163 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
-import ortolan
-
-BLOCK = 16
-NAMES = ("query", "key", "value", "key_pool", "value_pool", "sequence_starts", "past_lengths", "block_table")
-
-
-@dataclass
-class Node:
-    """A session of one node, with pools of `blocks` blocks that calls append to."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    blocks: int = 64
-    rotary: int = 0  # positions of cos and sin
-    sinks: bool = False
-    threads: int = 1
-    attributes: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        kinds = [TensorProto.FLOAT] * 3 + [TensorProto.BFLOAT16] * 2 + [TensorProto.INT64] * 3
-        inputs = list(zip(NAMES, kinds, strict=True))
-        names = list(NAMES)
-        if self.rotary or self.sinks:
-            names += ["cos", "sin"] if self.rotary else ["", ""]
-        if self.sinks:
-            names.append("sinks")
-        inputs += [(name, TensorProto.FLOAT) for name in names[len(NAMES) :] if name]
-        node = helper.make_node(
-            "PagedNoMADAttention",
-            names,
-            ["Y", "new_key_pool", "new_value_pool"],
-            "attention",
-            domain="ai.ortolan",
-            num_heads=self.heads,
-            kv_num_heads=self.kv_heads,
-            **self.attributes,
-        )
-        ranks = {"key_pool": 4, "value_pool": 4, "block_table": 2, "cos": 2, "sin": 2}
-        graph = helper.make_graph(
-            [node],
-            "paged",
-            [
-                helper.make_tensor_value_info(name, kind, [None] * ranks.get(name, 3 if kind == 1 and i < 3 else 1))
-                for i, (name, kind) in enumerate(inputs)
-            ],
-            [
-                helper.make_tensor_value_info("Y", TensorProto.FLOAT, [None] * 3),
-                *(
-                    helper.make_tensor_value_info(name, TensorProto.BFLOAT16, [None] * 4)
-                    for name in ("new_key_pool", "new_value_pool")
-                ),
-            ],
-        )
-        opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.ortolan", 1)]
-        model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = self.threads
-        ortolan.register(options)
-        self.session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        rng = np.random.default_rng(99)
-        # Blocks hold NaN, so that reading one that is not the sequence's shows.
-        self.pools = [
-            np.full((self.blocks, self.kv_heads, *shape), np.nan, ml_dtypes.bfloat16)
-            for shape in ((self.dim, BLOCK), (BLOCK, self.dim))
-        ]
-        angles = rng.uniform(-3, 3, (self.rotary, self.dim // 2)).astype(np.float32)
-        self.cos, self.sin = np.cos(angles), np.sin(angles)
-        self.sink_scores = rng.normal(size=self.heads).astype(np.float32)
-
-    def run(
-        self,
-        chunks: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
-        past: Sequence[int],
-        tables: Sequence[Sequence[int]],
-    ) -> list[np.ndarray]:
-        """Append chunks (query, key and value [tokens, heads, dim]) to their sequences; return their Y."""
-        width = max(map(len, tables), default=0)
-        table = np.zeros((len(tables), width), np.int64)
-        for row, blocks in zip(table, tables, strict=True):
-            row[: len(blocks)] = blocks
-        feeds: dict[str, Any] = {
-            name: np.concatenate([chunk[i] for chunk in chunks]).reshape(1, sum(len(c[0]) for c in chunks), -1)
-            for i, name in enumerate(NAMES[:3])
-        }
-        starts = np.cumsum([0, *(len(chunk[0]) for chunk in chunks)])
-        feeds |= {"sequence_starts": starts, "past_lengths": np.array(past, np.int64), "block_table": table}
-        if self.rotary:
-            feeds |= {"cos": self.cos, "sin": self.sin}
-        if self.sinks:
-            feeds["sinks"] = self.sink_scores
-        binding = self.session.io_binding()
-        for name, array in feeds.items():
-            binding.bind_cpu_input(name, np.ascontiguousarray(array))
-        values = [
-            ort.OrtValue.ortvalue_from_numpy_with_onnx_type(pool.view(np.uint16), TensorProto.BFLOAT16)
-            for pool in self.pools
-        ]
-        for name, value in zip(NAMES[3:5], values, strict=True):
-            binding.bind_ortvalue_input(name, value)
-            binding.bind_ortvalue_output(f"new_{name}", value)
-        binding.bind_output("Y", "cpu")
-        self.session.run_with_iobinding(binding)
-        (y,) = (value.numpy() for value in binding.get_outputs() if value.element_type() == TensorProto.FLOAT)
-        return [part.reshape(-1, self.heads, self.dim) for part in np.split(y[0], starts[1:-1])]
-
-
-def sequence(node: Node, tokens: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    shapes = (node.heads, node.kv_heads, node.kv_heads)
-    query, key, value = (rng.normal(size=(tokens, heads, node.dim)).astype(np.float32) for heads in shapes)
-    return 2 * query, key, value
-
-
-def stored(array: np.ndarray) -> np.ndarray:
-    return array.astype(ml_dtypes.bfloat16).astype(np.float64)
-
-
-def rotated(node: Node, array: np.ndarray) -> np.ndarray:
-    if not node.rotary:
-        return array
-    half = node.dim // 2
-    cos, sin = node.cos[: len(array), None], node.sin[: len(array), None]
-    a, b = array[..., :half], array[..., half:]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-
-def expected(node: Node, tensors: tuple[np.ndarray, np.ndarray, np.ndarray]) -> np.ndarray:
-    """Return Y in float64, from keys and values as the pools store them."""
-    query, key, value = tensors
-    tokens, group = len(query), node.heads // node.kv_heads
-    q = rotated(node, query).astype(np.float64)
-    k, v = (stored(one).repeat(group, axis=1) for one in (rotated(node, key), value))
-    scores = np.einsum("thd,jhd->htj", q, k) * node.attributes.get("scale", node.dim**-0.5)
-    if cap := node.attributes.get("softcap"):
-        scores = cap * np.tanh(scores / cap)
-    t, j = np.arange(tokens)[:, None], np.arange(tokens)
-    window = node.attributes.get("window", 0) or tokens
-    scores = np.where((j > t) | (j <= t - window), -np.inf, scores)
-    if node.sinks:
-        sinks = np.broadcast_to(node.sink_scores[:, None, None], (node.heads, tokens, 1))
-        scores = np.concatenate([scores, sinks.astype(np.float64)], axis=-1)
-        v = np.concatenate([v, np.zeros_like(v[:1])])
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    return np.einsum("htj,jhd->thd", weights, v)
-
+from .paged_attention import NAMES, Node, blocks_of, expected, sequence
 
 CASES: dict[str, dict[str, Any]] = {
     "heads 4": {"heads": 4, "kv_heads": 4, "dim": 32},
@@ -167,16 +18,19 @@ CASES: dict[str, dict[str, Any]] = {
     "group of 8, dim 128": {"heads": 8, "kv_heads": 1, "dim": 128},
     "dim 80, scale": {"heads": 2, "kv_heads": 1, "dim": 80, "attributes": {"scale": 0.25}},
     "rotary": {"heads": 4, "kv_heads": 2, "dim": 32, "rotary": 600},
+    "rotary, interleaved": {
+        "heads": 4,
+        "kv_heads": 2,
+        "dim": 48,
+        "rotary": 600,
+        "attributes": {"rotary_interleaved": 1},
+    },
     "softcap": {"heads": 4, "kv_heads": 2, "dim": 32, "attributes": {"softcap": 3.0}},
     "window": {"heads": 4, "kv_heads": 2, "dim": 32, "attributes": {"window": 40}},
     "window of 1": {"heads": 4, "kv_heads": 2, "dim": 16, "attributes": {"window": 1}},
     "sinks": {"heads": 6, "kv_heads": 2, "dim": 32, "sinks": True, "rotary": 600},
     "sinks and window": {"heads": 6, "kv_heads": 2, "dim": 32, "sinks": True, "attributes": {"window": 100}},
 }
-
-
-def blocks_of(tokens: int) -> int:
-    return -(-tokens // BLOCK)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -236,6 +90,27 @@ def test_other_sequences_change_nothing(case: str, threads: int) -> None:
     assert done == [5, 150, 33, 64]
     for parts, y in zip(found, answers, strict=True):
         assert np.concatenate(parts).tobytes() == y.tobytes()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "layout",
+    [{"packed": True}, {"by_heads": frozenset({"query", "key", "value"})}, {"by_heads": frozenset({"key"})}],
+    ids=str,
+)
+def test_layouts_of_the_operands_give_the_same_bits(case: str, layout: dict[str, Any]) -> None:
+    """A packed query, and operands by heads, in chunks of two sequences."""
+    nodes = [Node(**CASES[case]), Node(**CASES[case] | layout)]
+    first, second = (sequence(nodes[0], tokens, tokens) for tokens in (70, 20))
+    tables = [[9, 2, 5, 0, 30], [1, 7]]
+    cuts = [(0, 37, 0, 1), (37, 38, 1, 19), (38, 70, 19, 20)]
+    for a, b, c, d in cuts:
+        chunks = [tuple(one[a:b] for one in first), tuple(one[c:d] for one in second)]
+        results = [node.run(chunks, [a, c], tables) for node in nodes]
+        for y, other in zip(*results, strict=True):
+            assert y.tobytes() == other.tobytes()
+    for pool, other in zip(nodes[0].pools, nodes[1].pools, strict=True):
+        assert pool.tobytes() == other.tobytes()
 
 
 def test_long_sequences_are_merged_by_parts() -> None:
@@ -306,6 +181,32 @@ def test_wrong_inputs_are_refused(case: str) -> None:
     with pytest.raises(Exception, match=r"PagedNoMADAttention node 'attention'") as caught:
         node.session.run_with_ort_values(["Y"], values)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "shape, message",
+    [
+        (
+            (2, 4, 64),
+            "query 'query' has shape [2, 4, 64], expected [1, tokens, 4 heads], as key and value are part of it",
+        ),
+        ((1, 4, 66), "query 'query' has shape [1, 4, 66], expected [1, tokens, 4 heads]"),
+        ((1, 4, 96), "head size is 24, expected a multiple of 16"),
+    ],
+)
+def test_wrong_packed_queries_are_refused(shape: tuple[int, ...], message: str) -> None:
+    node = Node(heads=2, kv_heads=1, dim=16, packed=True)
+    feeds = node.feeds([sequence(node, 4)], [0], [[1]]) | {"query": np.zeros(shape, np.float32)}
+    with pytest.raises(Exception, match=r"PagedNoMADAttention node 'attention'") as caught:
+        node.run_feeds(feeds)
+    assert message in str(caught.value)
+
+
+def test_packed_queries_have_three_axes() -> None:
+    node = Node(heads=2, kv_heads=1, dim=16, packed=True, by_heads=frozenset({"query"}))
+    feeds = node.feeds([sequence(node, 4)], [0], [[1]])
+    with pytest.raises(Exception, match="as key and value are part of it"):
+        node.run_feeds(feeds)
 
 
 @pytest.mark.parametrize(

@@ -370,6 +370,6 @@ class Engine:
 
 
 def _native_sampler() -> TokenSampler:
-    from .sampling import Sampler
+    from .sampling import NativeSampler
 
-    return Sampler()
+    return NativeSampler()

@@ -323,5 +323,9 @@ class Scheduler:
 
 
 def _demand(sequence: Sequence) -> int:
-    """Return the blocks to keep for a running sequence: those of its prompt, and one for its answer to grow."""
-    return blocks_of(len(sequence.tokens)) - sequence.blocks + 1
+    """Return the blocks to keep for a running sequence: those of its tokens, and another one that it needs soon.
+
+    New sequences that took these would soon be preempted again.
+    """
+    ahead = len(sequence.tokens) + BLOCK_TOKENS // 2
+    return blocks_of(ahead) - sequence.blocks

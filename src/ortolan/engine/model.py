@@ -1,0 +1,137 @@
+"""A decoder in the form for serving, as the engine's model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ortolan.graph_passes.files.model_file import model_in
+from ortolan.graph_passes.find.head import LOGITS
+from ortolan.graph_passes.names import CONTEXT_KEY, SERVING_KEY
+from ortolan.graph_passes.serve.form import POOL
+
+from ..errors import ArgumentError, ModelError
+from ..session import create_session, new_options
+from .step import BLOCK_TOKENS, Step
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+_SHARE_OF_MEMORY = 4  # pools get 1 / this of the machine's memory by default
+_MOST_SEQUENCES = 64  # whose contexts the pools hold at most by default
+_BF16_BYTES = 2
+
+
+class PagedModel:
+    """An ONNX Runtime session of a decoder in the form for serving, and its pools of keys and values.
+
+    `run` computes one step. The pools are written in place.
+
+    Attributes:
+        vocabulary: The number of token ids.
+        context: The most tokens of a sequence.
+        blocks: The number of blocks in each pool.
+        block_bytes: The bytes of one block in all pools together.
+    """
+
+    def __init__(
+        self, session: onnxruntime.InferenceSession, context: int | None = None, cache_bytes: int | None = None
+    ) -> None:
+        """Allocate the pools. Their memory is used only when blocks are written for the first time.
+
+        Args:
+            session: A session of a model that `optimize_onnx(serve=True)` or `import_gguf(serve=True)` wrote.
+            context: The most tokens of a sequence. Default: the model's limit, or else the tokens of the pools.
+            cache_bytes: The size of all pools together. Default: a quarter of the machine's memory, but not more than
+                the context of 64 sequences.
+
+        Raises:
+            ModelError: The session has not the form for serving.
+            ArgumentError: `context` exceeds the model's limit, or `cache_bytes` is too small for one sequence.
+        """
+        metadata = session.get_modelmeta().custom_metadata_map
+        if SERVING_KEY not in metadata:
+            inputs = ", ".join(value.name for value in session.get_inputs()[:6])
+            raise ModelError(
+                f"the model has inputs {inputs}, expected the form for serving; make it with "
+                "optimize_onnx(model, output, serve=True) or `ortolan import --serve`"
+            )
+        shapes = {value.name: value.shape[1:] for value in session.get_inputs() if value.name.startswith(POOL)}
+        self._session = session
+        self.vocabulary: int = next(out.shape[1] for out in session.get_outputs() if out.name == LOGITS)
+        self.block_bytes = sum(int(np.prod(shape)) for shape in shapes.values()) * _BF16_BYTES
+        limit = int(metadata[CONTEXT_KEY]) if CONTEXT_KEY in metadata else None
+        if context is not None and limit is not None and not 1 <= context <= limit:
+            raise ArgumentError(f"context is {context}, expected 1 to the model's {limit} tokens")
+        wanted = context or limit
+        if cache_bytes is None:
+            cache_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _SHARE_OF_MEMORY
+            if wanted is not None:
+                cache_bytes = min(cache_bytes, _MOST_SEQUENCES * _blocks(wanted) * self.block_bytes)
+        self.blocks = cache_bytes // self.block_bytes
+        if self.blocks < 1 or (context is not None and self.blocks < _blocks(context)):
+            needed = _blocks(context or 1) * self.block_bytes
+            raise ArgumentError(
+                f"the cache has {cache_bytes} bytes, but a sequence of {context or 1} tokens needs {needed}; give more "
+                "cache memory or a shorter context"
+            )
+        self.context = min(wanted or self.blocks * BLOCK_TOKENS, self.blocks * BLOCK_TOKENS)
+        self._allocate(shapes)
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        threads: int | None = None,
+        context: int | None = None,
+        cache_bytes: int | None = None,
+    ) -> PagedModel:
+        """Open the model of a folder, or a model file.
+
+        Args:
+            folder: The folder or file.
+            threads: Threads of ONNX Runtime. Default: one for each core.
+            context: As for the constructor.
+            cache_bytes: As for the constructor.
+
+        Raises:
+            SessionError: The model cannot be opened.
+            ModelError: It has not the form for serving.
+            ArgumentError: As for the constructor.
+        """
+        options = new_options()
+        if threads is not None:
+            options.intra_op_num_threads = threads
+        # Threads spin within a step, where the next layer follows at once, but not while the engine waits for requests.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        path = Path(folder)
+        return cls(create_session(model_in(path) if path.is_dir() else path, options), context, cache_bytes)
+
+    def _allocate(self, shapes: dict[str, list[int]]) -> None:
+        import onnxruntime
+        from onnx import TensorProto
+
+        self._binding: Any = self._session.io_binding()
+        for name, shape in shapes.items():
+            pool = np.zeros([self.blocks, *shape], np.uint16)
+            value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(pool, TensorProto.BFLOAT16)
+            self._binding.bind_ortvalue_input(name, value)
+            self._binding.bind_ortvalue_output(f"new_{name}", value)
+
+    def run(self, step: Step) -> np.ndarray:
+        """Append the tokens of a step to the pools, and return the logits float32 [rows, vocabulary]."""
+        logits = np.empty((len(step.logit_rows), self.vocabulary), np.float32)
+        # The binding refers to the memory of the step's arrays, which live until the run ends.
+        for name in ("input_ids", "position_ids", "sequence_starts", "past_lengths", "block_table", "logit_rows"):
+            self._binding.bind_cpu_input(name, getattr(step, name))
+        self._binding.bind_output(LOGITS, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        self._session.run_with_iobinding(self._binding)
+        return logits
+
+
+def _blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS)

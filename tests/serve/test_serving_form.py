@@ -1,0 +1,196 @@
+"""The form for serving: logits like those of the decoder, with the same bits however sequences are cut and mixed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+import ortolan
+from ortolan.engine.model import PagedModel
+from ortolan.errors import ArgumentError, ModelError
+from ortolan.generate import Decoder
+from ortolan.models import tiny
+
+from ..passes.cached_llama import FORMS, llama
+from .paged import open_model, run, step_of
+
+IDS = np.random.default_rng(0).integers(0, tiny.TINY_LLAMA.vocab_size, 45).tolist()
+OTHER = IDS[::-1]
+BLOCKS = [7, 2, 30]  # of IDS
+WEIGHTS = ("int8", "int4")
+
+
+@pytest.fixture(scope="module", params=[(form, weights) for form in FORMS for weights in WEIGHTS], ids="-".join)
+def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return an optimized decoder and its form for serving."""
+    form, weights = request.param
+    folder = tmp_path_factory.mktemp("form")
+    onnx.save(llama(form), folder / "model.onnx")
+    for name, serve in (("decoder.onnx", False), ("serving.onnx", True)):
+        ortolan.optimize_onnx(folder / "model.onnx", folder / name, weights=weights, serve=serve, allow_different=True)
+    return folder / "decoder.onnx", folder / "serving.onnx"
+
+
+def test_its_interface(files: tuple[Path, Path]) -> None:
+    session = ortolan.create_session(files[1])
+    config = tiny.TINY_LLAMA
+    shapes = {value.name: value.shape for value in session.get_inputs()}
+    caches = {name for name in shapes if name.startswith("kv_cache.")}
+    assert shapes.keys() - caches == {
+        *("input_ids", "position_ids", "sequence_starts", "past_lengths", "block_table", "logit_rows")
+    }
+    assert len(caches) == 2 * config.num_hidden_layers
+    assert shapes["kv_cache.0.key"] == ["blocks", 2, 16, 16]
+    outputs = {value.name: value.shape for value in session.get_outputs()}
+    assert outputs["logits"] == ["rows", config.vocab_size]
+    assert outputs.keys() - {"logits"} == {f"new_{name}" for name in caches}
+    assert {value.type for value in session.get_inputs() if value.name in caches} == {"tensor(bfloat16)"}
+
+
+def test_its_logits_are_those_of_the_decoder(files: tuple[Path, Path]) -> None:
+    expected = Decoder(ortolan.create_session(files[0])).step(IDS)
+    found = run(open_model(files[1]), (IDS, 0, BLOCKS))
+    # Keys and values are rounded to bfloat16 (8 bits), and quantization of activations may amplify that.
+    assert np.linalg.norm(found - expected) < 0.03 * np.linalg.norm(expected)
+    assert not np.array_equal(found, run(open_model(files[1]), (IDS[1:], 0, BLOCKS)))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_how_a_sequence_is_cut_and_what_is_beside_it_does_not_matter(files: tuple[Path, Path], threads: int) -> None:
+    whole = run(open_model(files[1]), (IDS, 0, BLOCKS))
+    model = open_model(files[1], threads)
+    cuts = [0, 1, 5, 20, 21, 45]
+    parts, past = [], 0
+    for number, (begin, end) in enumerate(pairwise(cuts)):
+        other = OTHER[past : past + 9]
+        chunks = [(other, past, [11, 12, 13]), (IDS[begin:end], begin, BLOCKS)]
+        logits = run(model, *(chunks if number % 2 else chunks[::-1]))
+        parts.append(logits[-(end - begin) :] if number % 2 else logits[: end - begin])
+        past += len(other)
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+    # The second sequence was computed beside the first, which must not matter, either.
+    np.testing.assert_array_equal(
+        run(model, (OTHER[:past], 0, [20, 21, 22])), run(open_model(files[1]), (OTHER[:past], 0, [0, 1, 2]))
+    )
+
+
+def test_sequences_share_blocks(files: tuple[Path, Path]) -> None:
+    model = open_model(files[1])
+    run(model, (IDS[:32], 0, [3, 4]))
+    tails = [[*IDS[32:40]], [*OTHER[:8]]]
+    found = run(model, *((tail, 32, [3, 4, 5 + i]) for i, tail in enumerate(tails)))
+    for i, tail in enumerate(tails):
+        expected = run(open_model(files[1]), ([*IDS[:32], *tail], 0, [9, 8, 7]))[32:]
+        np.testing.assert_array_equal(found[8 * i : 8 * (i + 1)], expected)
+
+
+def test_only_the_wanted_rows_have_logits(files: tuple[Path, Path]) -> None:
+    model = open_model(files[1])
+    every = run(model, (IDS, 0, BLOCKS))
+    step = step_of((IDS, 0, BLOCKS))
+    for rows in ([44], [3, 3, 0], []):
+        wanted = replace(step, logit_rows=np.array(rows, np.int64))
+        np.testing.assert_array_equal(model.run(wanted), every[rows])
+
+
+def test_without_the_library_its_function_runs(tmp_path: Path) -> None:
+    """The ONNX functions of the model give nearly the same logits in plain ONNX Runtime."""
+    import onnxruntime
+
+    onnx.save(llama("gqa"), tmp_path / "model.onnx")
+    ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "serving.onnx", weights="int8", serve=True)
+    model = open_model(tmp_path / "serving.onnx")
+    expected = run(model, (IDS, 0, BLOCKS))
+    plain = onnxruntime.InferenceSession(tmp_path / "serving.onnx", providers=["CPUExecutionProvider"])
+    found = run(PagedModel(plain, cache_bytes=40 * model.block_bytes), (IDS, 0, BLOCKS))
+    assert np.linalg.norm(found - expected) < 0.03 * np.linalg.norm(expected)
+
+
+def test_windows_of_masks_are_kept(tmp_path: Path) -> None:
+    """A mask with a window of 6 tokens: changing a token does not change the first layer's view beyond it."""
+    model = llama("standard", num_hidden_layers=1)
+    _add_window(model, 6)
+    onnx.save(model, tmp_path / "model.onnx")
+    report = ortolan.optimize_onnx(
+        tmp_path / "model.onnx", tmp_path / "serving.onnx", weights="int8", serve=True, allow_different=True
+    )
+    assert any("form for serving" in note for note in report.notes)
+    nodes = onnx.load(tmp_path / "serving.onnx").graph.node
+    (node,) = [node for node in nodes if node.op_type == "PagedNoMADAttention"]
+    assert {one.name: one.i for one in node.attribute}["window"] == 6
+    paged = open_model(tmp_path / "serving.onnx")
+    first = run(paged, (IDS, 0, BLOCKS))
+    changed = run(paged, ([IDS[0] ^ 1, *IDS[1:]], 0, BLOCKS))
+    np.testing.assert_array_equal(first[6:], changed[6:])
+    assert (first[:6] != changed[:6]).any(axis=1).all()
+
+
+def _add_window(model: onnx.ModelProto, window: int) -> None:
+    """Hide keys that are `window` or more tokens before the query, in the mask of a standard graph."""
+    graph = model.graph
+    # The mask is causal: And(LessOrEqual(key, query), …). Add And(…, Greater(key, query - window)).
+    (compare,) = [node for node in graph.node if node.op_type == "LessOrEqual"]
+    key, query = compare.input
+    position = list(graph.node).index(compare)
+    size = helper.make_tensor("window", TensorProto.INT64, [], [window])
+    graph.initializer.append(size)
+    causal = compare.output[0]
+    compare.output[0] = f"{causal}/only"
+    added = [
+        helper.make_node("Sub", [query, "window"], ["window/first"], "window/sub"),
+        helper.make_node("Greater", [key, "window/first"], ["window/near"], "window/greater"),
+        helper.make_node("And", [f"{causal}/only", "window/near"], [causal], "window/and"),
+    ]
+    for offset, node in enumerate(added, 1):
+        graph.node.insert(position + offset, node)
+
+
+def test_without_a_target_format_layers_become_int8(tmp_path: Path) -> None:
+    onnx.save(llama("gqa"), tmp_path / "model.onnx")
+    report = ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "serving.onnx", serve=True)
+    assert {layer.new_op for layer in report.replaced} == {"W8A8MatMul"} or report.recipe["name"] == "weights=int8"
+    assert any("weights='int8' for serving" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"cache": "codes"}, ArgumentError, "serve cannot be combined with cache='codes'"),
+        ({"prompt": np.array([1, 2])}, ArgumentError, "serve cannot be combined with prompt"),
+        ({"serve": 1}, TypeError, "serve"),
+    ],
+)
+def test_options_that_exclude_it(tmp_path: Path, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    onnx.save(llama("gqa"), tmp_path / "model.onnx")
+    with pytest.raises(error, match=message):
+        ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "out.onnx", **{"serve": True, **options})
+    assert not (tmp_path / "out.onnx").exists()
+
+
+def test_models_that_are_no_decoders(tmp_path: Path) -> None:
+    onnx.save(llama("standard", head_dim=8), tmp_path / "small.onnx")
+    with pytest.raises(ModelError, match="multiple of 16"):
+        ortolan.optimize_onnx(tmp_path / "small.onnx", tmp_path / "out.onnx", weights="int8", serve=True)
+    assert not (tmp_path / "out.onnx").exists()
+
+
+def test_a_model_without_the_form_is_refused(tmp_path: Path) -> None:
+    onnx.save(llama("gqa"), tmp_path / "model.onnx")
+    with pytest.raises(ModelError, match="expected the form for serving"):
+        PagedModel.open(tmp_path / "model.onnx")
+
+
+def test_limits_of_context_and_cache(files: tuple[Path, Path]) -> None:
+    model = open_model(files[1], blocks=3)
+    assert model.context <= 48 and model.blocks == 3
+    with pytest.raises(ArgumentError, match="give more cache memory or a shorter context"):
+        PagedModel.open(files[1], context=64, cache_bytes=3 * model.block_bytes)
+    with pytest.raises(ArgumentError, match="give more cache memory"):
+        PagedModel.open(files[1], cache_bytes=10)
