@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -39,6 +40,8 @@ _LIMITS = {
 # Whitespace between JSON tokens. Without a bound, small models may write spaces until max_tokens.
 _JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,64}", "lenient": False}
 _CACHED_GRAMMARS = 32
+# A token by its number. The check has other tokens, and which token it is does not change the work.
+_NUMBERED_TOKEN = re.compile(r"<\[\d+\]>")
 
 
 class GrammarTokenizer:
@@ -247,7 +250,7 @@ def _check(grammar: str, name: str) -> None:
         OrtolanError: The process did not start.
     """
     try:
-        data = grammar.encode()
+        data = _NUMBERED_TOKEN.sub("<[0-255]>", grammar).encode()
     except UnicodeEncodeError as error:
         raise ArgumentError(f"{name} is not valid Unicode: {one_line(error)}") from error
     limits = [f"{key}={value}" for key, value in _LIMITS.items()]

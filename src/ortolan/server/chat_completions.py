@@ -31,22 +31,33 @@ _TEXT_ONLY = "this server answers with text"
 
 
 @dataclass(frozen=True)
+class _Prompt:
+    """What a chat template gets.
+
+    Attributes:
+        messages: The messages.
+        tools: The tools.
+        variables: More variables.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: ToolChoice
+    variables: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class _Chat:
     """A chat that was read.
 
     Attributes:
-        messages: The messages for the template.
-        tools: The tools.
-        variables: More variables of the template.
+        prompt: What the template gets.
         body: The rules of the grammar that the answer must follow; None: any text.
         param: The field that asks for the grammar.
         logprobs: The number of likeliest tokens whose log probabilities are wanted; None: no log probabilities.
         options: The other options.
     """
 
-    messages: list[dict[str, Any]]
-    tools: ToolChoice
-    variables: dict[str, Any]
+    prompt: _Prompt
     body: str | None
     param: str
     logprobs: int | None
@@ -58,21 +69,21 @@ async def chat(request: Request, generator: Generator, settings: ServerSettings)
     body = await read_body(request, settings.limits.body_bytes)
     folder, loop = generator.folder, asyncio.get_running_loop()
     read = _read(body, generator, settings.limits, client_host(request))
-    prompt, tokens = await loop.run_in_executor(generator.preparing, render, folder, read)
+    prompt, tokens = await loop.run_in_executor(generator.preparing, _render, folder, read.prompt)
     markers = folder.thoughts
     state = "free" if markers is None else prompt_state(prompt, markers)
     grammar = None
     if read.body is not None:
         source = with_thoughts(read.body, markers, state, folder.added_tokens)
         grammar = await compiled(generator, source, read.param)
-    options = read.options
+    options, tools = read.options, read.prompt.tools
     answers = generator.submit([options.request(tokens, generator.engine.context, grammar)])
     form = AnswerForm(
         markers,
         state == "opened",
-        folder.tool_family if read.tools.functions else None,
-        read.tools.names,
-        read.tools.several,
+        folder.tool_family if tools.functions else None,
+        tools.names,
+        tools.several,
     )
     choices = [_Choice(index, form, generator.texts, read.logprobs) for index in range(options.n)]
     head = Head("chatcmpl", "chat.completion.chunk" if options.stream else "chat.completion", settings.name)
@@ -82,17 +93,14 @@ async def chat(request: Request, generator: Generator, settings: ServerSettings)
 
 def _read(body: Fields, generator: Generator, limits: Limits, host: str) -> _Chat:
     folder = generator.folder
-    if folder.template is None:
-        raise ApiError(
-            400, "the model's folder has no chat template, so it takes no messages; send a prompt to /v1/completions"
-        )
+    prompt = _read_prompt(body, folder, limits)
+    tools = prompt.tools
     _refuse_unsupported(body)
     wanted = body.boolean("logprobs")
     most = body.integer("top_logprobs", 0, 0, limits.logprobs)
     if most and not wanted:
         raise ApiError(400, f"top_logprobs is {most}, expected none without logprobs true", param="top_logprobs")
     logprobs = most if wanted else None
-    tools = read_tools(body, folder, limits)
     rules, param = response_body(body, limits), FORMAT
     if rules is not None and tools.functions and not tools.must:
         raise ApiError(
@@ -113,14 +121,20 @@ def _read(body: Fields, generator: Generator, limits: Limits, host: str) -> _Cha
             "tools",
         )
     return _Chat(
-        read_messages(body, limits),
-        tools,
-        _variables(body),
+        prompt,
         rules,
         param,
         logprobs,
         read_common(body, folder, limits, host, max_tokens=None, logprobs=logprobs),
     )
+
+
+def _read_prompt(body: Fields, folder: ModelFolder, limits: Limits) -> _Prompt:
+    if folder.template is None:
+        raise ApiError(
+            400, "the model's folder has no chat template, so it takes no messages; send a prompt to /v1/completions"
+        )
+    return _Prompt(read_messages(body, limits), read_tools(body, folder, limits), _variables(body))
 
 
 def _refuse_unsupported(body: Fields) -> None:
@@ -148,11 +162,20 @@ def _variables(body: Fields) -> dict[str, Any]:
     return found if effort is None else {"reasoning_effort": effort, **found}
 
 
-def render(folder: ModelFolder, read: _Chat) -> tuple[str, tuple[int, ...]]:
+def _render(folder: ModelFolder, read: _Prompt, add_generation_prompt: bool = True) -> tuple[str, tuple[int, ...]]:
     """Return the prompt of a chat, and its tokens."""
     assert folder.template is not None
-    prompt = folder.template.render(read.messages, read.tools.shown, read.variables)
+    prompt = folder.template.render(read.messages, read.tools.shown, read.variables, add_generation_prompt)
     return prompt, folder.encode(prompt, whole=False)
+
+
+async def chat_tokens(body: Fields, generator: Generator, limits: Limits) -> tuple[int, ...]:
+    """Return the tokens of a chat's prompt."""
+    read = _read_prompt(body, generator.folder, limits)
+    begins_answer = body.boolean("add_generation_prompt", True)
+    loop = asyncio.get_running_loop()
+    _, tokens = await loop.run_in_executor(generator.preparing, _render, generator.folder, read, begins_answer)
+    return tokens
 
 
 class _Choice:

@@ -18,8 +18,8 @@ _LINE = "\n"
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """Return the rule `body` for a JSON value of a schema."""
-    return f"body: {_json(schema)}\n"
+    """Return the rule `body` for a JSON value of a schema, whose keywords must all be supported."""
+    return f"body: {_json(schema, lenient=False)}\n"
 
 
 def calls_grammar(
@@ -51,7 +51,9 @@ def calls_grammar(
             param="tools",
         )
     field = "parameters" if family == LLAMA else "arguments"
-    call = _json({"anyOf": [_call_schema(tool, field) for tool in tools]})
+    # Without strict, keywords that cannot be enforced are ignored, as models without grammars would do.
+    lenient = not any(tool.get("strict") is True for tool in tools)
+    call = _json({"anyOf": [_call_schema(tool, field) for tool in tools]}, lenient=lenient)
 
     def repeated(rule: str, separator: str) -> str:
         return f"{rule} ({json.dumps(separator)} {rule})*" if several else rule
@@ -83,8 +85,8 @@ def _call_schema(tool: Mapping[str, Any], field: str) -> dict[str, Any]:
     }
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": _COMPACT})
+def _json(schema: Mapping[str, Any], *, lenient: bool) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": {**_COMPACT, "lenient": lenient}})
 
 
 def with_thoughts(body: str, markers: ThoughtMarkers | None, state: str, added_tokens: Mapping[str, int]) -> str:
