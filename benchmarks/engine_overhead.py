@@ -56,7 +56,7 @@ def _tokenizer() -> Tokenizer:
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: token for token, letter in enumerate(alphabet)}, []))
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 

@@ -259,8 +259,9 @@ def test_a_full_queue_refuses_and_tells_when_to_come_back(model: SmallModel) -> 
         assert engine.stats().rejected_requests == 1
         gate.open()
         assert all(collect(stream)[0][-1].finish_reason == "length" for stream in streams)
-        # An empty queue takes even a request with more choices than the queue holds.
-        assert len(collect(engine.submit(Request(tokens(9, 5), 4, GREEDY, n=9)))) == 9
+        assert len(collect(engine.submit(Request(tokens(9, 5), 4, GREEDY, n=5)))) == 5
+        with pytest.raises(ArgumentError, match=r"n is 6, expected at most 5, the engine's max_queue"):
+            engine.submit(Request(tokens(9, 5), 4, GREEDY, n=6))
 
 
 def test_an_error_of_the_model_ends_the_requests_of_the_step(engine: Engine, model: SmallModel) -> None:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from .requests import FinishReason, Grammar, Output, TokenLogprobs
+from .requests import FinishReason, Grammar, Output, Request, TokenLogprobs
 from .rows import RowState, Sampled
 from .sequence import Sequence
 from .text import TextStream
-
-if TYPE_CHECKING:
-    from .stream import Stream
 
 
 class Choice(Sequence):
     """A sequence with all that turns its tokens into events.
 
     Attributes:
-        stream: Where events go.
+        emit: Where events go.
         row: What the sampler sees.
         text: The text of the answer; None without a tokenizer.
         grammar: The state of structured output.
@@ -26,14 +23,21 @@ class Choice(Sequence):
         last_token: The time of the last token; 0 before the first one.
     """
 
-    __slots__ = ("end_tokens", "grammar", "last_token", "most_tokens", "row", "stream", "submitted", "text")
+    __slots__ = ("emit", "end_tokens", "grammar", "last_token", "most_tokens", "row", "submitted", "text")
 
     def __init__(
-        self, stream: Stream, index: int, seed: int, context: int, text: TextStream | None, submitted: float
+        self,
+        request: Request,
+        index: int,
+        seed: int,
+        *,
+        context: int,
+        text: TextStream | None,
+        submitted: float,
+        emit: Callable[[Output], None],
     ) -> None:
-        request = stream.request
         super().__init__(request.prompt, request.priority, request.client)
-        self.stream = stream
+        self.emit = emit
         self.row = RowState(request.sampling, request.prompt, [], index, seed)
         self.text = text
         self.grammar: Grammar | None = None if request.grammar is None else request.grammar.copy()
@@ -87,7 +91,7 @@ class Choice(Sequence):
         error: str | None,
     ) -> None:
         row = self.row
-        self.stream.put(
+        self.emit(
             Output(
                 row.index, tokens, text, logprobs, reason, error, self.cached, len(row.prompt), len(row.answer)
             )

@@ -110,13 +110,22 @@ class Engine:
         seed = random.getrandbits(64) if seed is None else seed % 2**64
         now = time.monotonic()
         stream.choices = tuple(
-            Choice(stream, index, seed, self.context, self._text_stream(request), now) for index in range(request.n)
+            Choice(
+                request,
+                index,
+                seed,
+                context=self.context,
+                text=self._text_stream(request),
+                submitted=now,
+                emit=stream.put,
+            )
+            for index in range(request.n)
         )
         with self._condition:
             if self._closing:
                 raise EngineClosedError("the engine is closed and takes no more requests")
             queued = self._queued()
-            if queued and queued + request.n > self._max_queue:
+            if queued + request.n > self._max_queue:
                 self._counters.rejected += 1
                 seconds = self._retry_after(queued)
                 raise QueueFullError(
@@ -193,6 +202,8 @@ class Engine:
                 f"prompt has {len(request.prompt)} tokens, expected at most {self.context - 1}: {why} is "
                 f"{self.context} tokens, and an answer needs one"
             )
+        if request.n > self._max_queue:
+            raise ArgumentError(f"n is {request.n}, expected at most {self._max_queue}, the engine's max_queue")
         if request.stop and self.tokenizer is None:
             raise ArgumentError("stop needs a tokenizer: pass one to Engine, or use end_tokens")
 

@@ -13,6 +13,7 @@ from .sequence import Sequence, State, blocks_of
 from .step import BLOCK_TOKENS, COLUMNS, Step
 from .waiting import WaitingQueue
 
+_MOST_DEFERRED = 64  # sequences that are looked at in a step though they wait for others
 _HASHED = 64  # blocks of a prompt that are hashed at once
 
 
@@ -82,6 +83,7 @@ class Scheduler:
         self._counts: dict[Sequence, int] = {}
         self._left = 0
         self._has_chunk = False
+        self._deferred = 0
         self._pending: set[bytes] = set()  # hashes of blocks that chunks of the step fill
 
     def blocks(self, sequence: Sequence) -> list[int]:
@@ -107,6 +109,7 @@ class Scheduler:
         self._left = self._budget
         self._pending = set()
         self._has_chunk = False
+        self._deferred = 0
         self._schedule_decoding()
         self._schedule_prompts()
         return self._plan() if self._counts else None
@@ -150,7 +153,7 @@ class Scheduler:
 
     def _schedule_prompts(self) -> None:
         """Fill the budget with chunks of running sequences and of waiting ones, which start, by priority."""
-        candidates = self.waiting.candidates()
+        candidates = self.waiting.candidates() if self._has_place() else iter(())
         candidate = next(candidates, None)
         for sequence in [one for one in self.running if one.computed < len(one.tokens) - 1]:
             while candidate is not None and candidate.priority < sequence.priority and self._has_budget():
@@ -165,6 +168,11 @@ class Scheduler:
         """Return whether another chunk fits: of a whole block, unless it is the first chunk of a prompt in the step."""
         return self._left >= BLOCK_TOKENS or (self._left > 0 and not self._has_chunk)
 
+    def _has_place(self) -> bool:
+        """Return whether the first waiting sequence could have a slot, so that a long queue costs nothing otherwise."""
+        first = self.waiting.priority
+        return first is not None and (bool(self._slots) or first < self.running[-1].priority)
+
     def _start(self, sequence: Sequence) -> bool:
         """Begin to compute a waiting sequence, unless it should wait for another one that computes its next block.
 
@@ -176,7 +184,8 @@ class Scheduler:
             return False
         hits = self._cached_blocks(sequence)
         if self._is_pending(sequence, len(hits)):
-            return True
+            self._deferred += 1
+            return self._deferred < _MOST_DEFERRED
         needed = blocks_of(len(sequence.tokens)) - len(hits)
         missing = needed - self._room(hits)
         if missing > sum(one.blocks + _demand(one) for one in lower):

@@ -6,12 +6,9 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from threading import Condition
-from typing import TYPE_CHECKING
 
+from .choice import Choice
 from .requests import Output, Request
-
-if TYPE_CHECKING:
-    from .choice import Choice
 
 _log = logging.getLogger(__name__)
 

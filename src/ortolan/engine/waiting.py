@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator
+from heapq import heapify, heappop, heapreplace
 
 from .sequence import Sequence, State
 
@@ -35,6 +36,11 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return self._count
+
+    @property
+    def priority(self) -> int | None:
+        """The priority of the first sequence; None: the queue is empty."""
+        return self._priorities[0] if self._priorities else None
 
     def add(self, sequence: Sequence) -> None:
         """Add a new or a preempted sequence."""
@@ -90,23 +96,23 @@ class WaitingQueue:
     def candidates(self) -> Iterator[Sequence]:
         """Yield sequences in the order in which they should run, of each client only the first.
 
-        A sequence may be removed while it is the one yielded; its client's next one is then a candidate too.
+        The sequence that was yielded may start; its client's next one is then a candidate too.
         """
         for priority in list(self._priorities):
             level = self._levels.get(priority)
             if level is None:
                 continue
             yield from list(level.preempted)
-            passed: set[str] = set()
-            while len(passed) < len(level.clients):
-                client = min((one for one in level.clients if one not in passed), key=self._turn_of, default=None)
-                if client is None:
-                    break
+            line = [(*self._turn_of(client), client) for client in level.clients]
+            heapify(line)
+            while line:
+                client = line[0][2]
                 first = level.clients[client][0]
                 yield first
-                line = level.clients.get(client)
-                if line is not None and line[0] is first:
-                    passed.add(client)
+                if first.state is State.WAITING or client not in level.clients:
+                    heappop(line)
+                else:
+                    heapreplace(line, (*self._turn_of(client), client))
 
     def _turn_of(self, client: str) -> tuple[int, int]:
         return self._running.get(client, 0), self._served.get(client, 0)
