@@ -66,7 +66,7 @@ class _Chat:
 
 async def chat(request: Request, generator: Generator, settings: ServerSettings) -> Response:
     """Answer a request."""
-    body = await read_body(request, settings.limits.body_bytes)
+    body = await read_body(request, settings.limits)
     folder, loop = generator.folder, asyncio.get_running_loop()
     read = _read(body, generator, settings.limits, client_host(request))
     prompt, tokens = await loop.run_in_executor(generator.preparing, _render, folder, read.prompt)
@@ -105,7 +105,7 @@ def _read(body: Fields, generator: Generator, limits: Limits, host: str) -> _Cha
     if rules is not None and tools.functions and not tools.must:
         raise ApiError(
             400,
-            f"{FORMAT} asks for JSON while tool_choice is auto; expected one of them: send tool_choice none or required",
+            f"{FORMAT} asks for JSON while tool_choice is auto; expected one of them: send tool_choice none",
             param=FORMAT,
         )
     if tools.must or tools.strict:

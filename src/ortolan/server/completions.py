@@ -25,7 +25,7 @@ _PROMPT = "a string, an array of strings, tokens, or an array of tokens"
 
 async def complete(request: Request, generator: Generator, settings: ServerSettings) -> Response:
     """Answer a request."""
-    body, limits = await read_body(request, settings.limits.body_bytes), settings.limits
+    body, limits = await read_body(request, settings.limits), settings.limits
     for name, neutral in (("echo", False), ("suffix", "")):
         body.refuse_unless(name, neutral, why="not supported")
     logprobs = body.integer("logprobs", None, 0, limits.logprobs)

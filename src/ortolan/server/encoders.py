@@ -24,7 +24,7 @@ from .http import GONE, json_response, read_body, unless_gone
 if TYPE_CHECKING:
     from ..text_encoder import Tokens
     from .metrics import EncoderMetrics
-    from .settings import Limits, ServerSettings
+    from .settings import Limits
 
 _log = logging.getLogger(__name__)
 _INPUT = "a text, texts, tokens of a text, or tokens of texts"
@@ -34,16 +34,24 @@ _MOST_DIMENSIONS = 1 << 20
 class Encoders:
     """An embedding model or a reranker, with batches over the texts of all waiting requests."""
 
-    def __init__(self, engine: EncoderEngine, limits: Limits, metrics: EncoderMetrics, batch_tokens: int = BATCH_TOKENS):
+    def __init__(
+        self,
+        engine: EncoderEngine,
+        name: str,
+        limits: Limits,
+        metrics: EncoderMetrics,
+        batch_tokens: int = BATCH_TOKENS,
+    ) -> None:
         """Wrap a model.
 
         Args:
             engine: The model.
+            name: Its name in answers.
             limits: The limits on requests.
             metrics: Counts texts and batches.
             batch_tokens: The largest number of tokens in a batch.
         """
-        self._engine, self._limits, self._metrics = engine, limits, metrics
+        self._engine, self._name, self._limits, self._metrics = engine, name, limits, metrics
         self._batch_tokens = batch_tokens
         self._tokenizing = ThreadPoolExecutor(1, "ortolan-tokenize")
         self._running = ThreadPoolExecutor(1, "ortolan-encode")
@@ -57,9 +65,9 @@ class Encoders:
         for pool in (self._tokenizing, self._running):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    async def embed(self, request: Request, settings: ServerSettings) -> Response:
+    async def embed(self, request: Request) -> Response:
         """Answer POST /v1/embeddings."""
-        body = await read_body(request, self._limits.body_bytes)
+        body = await read_body(request, self._limits)
         form = body.choice("encoding_format", "float", ("float", "base64"))
         dimensions = body.integer("dimensions", None, 1, _MOST_DIMENSIONS)
         texts = self._inputs(body)
@@ -69,11 +77,11 @@ class Encoders:
         if found is None:
             return Response(status_code=GONE)
         vectors, tokens = found
-        return json_response(embedding_list(first_dimensions(vectors, dimensions), form, settings.name, tokens))
+        return json_response(embedding_list(first_dimensions(vectors, dimensions), form, self._name, tokens))
 
-    async def rerank(self, request: Request, settings: ServerSettings) -> Response:
+    async def rerank(self, request: Request) -> Response:
         """Answer POST /rerank."""
-        body = await read_body(request, self._limits.body_bytes)
+        body = await read_body(request, self._limits)
         query = self._text("query", body.require("query", "a string"))
         texts = self._ranked_texts(body)
         top_n = body.integer("top_n", None, 1, 1 << 31)
@@ -101,12 +109,14 @@ class Encoders:
             }
             for index in order
         ]
-        return json_response({"model": settings.name, "results": results, "usage": _usage(tokens)})
+        return json_response({"model": self._name, "results": results, "usage": _usage(tokens)})
 
     def _inputs(self, body: Fields) -> list[Any]:
         """Return texts, or tokens of texts."""
         given = body.require("input", _INPUT)
-        found = [given] if isinstance(given, str) or (isinstance(given, list) and given and _is_token(given[0])) else given
+        found = (
+            [given] if isinstance(given, str) or (isinstance(given, list) and given and _is_token(given[0])) else given
+        )
         if not isinstance(found, list) or not found:
             raise body.refuse("input", _INPUT)
         self._check_count(found)

@@ -46,8 +46,8 @@ def calls_grammar(
     if optional and marker not in added_tokens:
         raise ApiError(
             400,
-            "tools: strict is not supported with tool_choice auto for this model, whose calls begin with text; expected "
-            "strict false, or tool_choice required",
+            "tools: strict is not supported with tool_choice auto for this model, whose calls begin with text; "
+            "expected strict false, or tool_choice required",
             param="tools",
         )
     field = "parameters" if family == LLAMA else "arguments"
@@ -105,7 +105,7 @@ def with_thoughts(body: str, markers: ThoughtMarkers | None, state: str, added_t
         thought = f"thought: TEXT {_marker(markers.end, added_tokens)}\n"
     else:
         thought = f"thought[lazy]: TEXT {json.dumps(markers.end)}\n"
-    thought += "space: /\\n*/\n"
+    thought += "space: /\\n{0,2}/\n"
     if state == "opened":
         return f"start: thought space body\n{thought}{body}"
     start = _marker(markers.start, added_tokens)

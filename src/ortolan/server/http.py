@@ -9,13 +9,14 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 import orjson
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..engines import RequestError
 from .errors import FAILED, ApiError, error_body
 from .fields import Fields, parse_object
+from .settings import Limits
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -24,17 +25,23 @@ DONE = b"data: [DONE]\n\n"
 COMMENT = b": waiting\n\n"
 
 
-async def read_body(request: Request, most: int) -> Fields:
+async def read_body(request: Request, limits: Limits) -> Fields:
     """Read a JSON object.
 
     Raises:
-        ApiError: 413 for too many bytes, 400 if it is not a JSON object.
+        ApiError: 408 if it does not arrive in time, 413 for too many bytes, 400 if it is not a JSON object.
     """
-    content = bytearray()
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > most:
-            raise ApiError(413, f"body has more than {most} bytes; send less at a time")
+    content, most = bytearray(), limits.body_bytes
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for chunk in request.stream():
+                content += chunk
+                if len(content) > most:
+                    raise ApiError(413, f"body has more than {most} bytes; send less at a time")
+    except TimeoutError:
+        raise ApiError(408, f"body did not arrive within {limits.body_seconds:g} s") from None
+    except ClientDisconnect:
+        raise ApiError(GONE, "the client disconnected before the end of its body") from None
     return Fields(parse_object(bytes(content)))
 
 

@@ -109,9 +109,7 @@ class EncoderMetrics:
         self.refused = Counter(
             "ortolan_refused_texts", "Requests refused with 429 because too many tokens waited.", registry=registry
         )
-        self.waiting = Gauge(
-            "ortolan_waiting_text_tokens", "Tokens that wait when a batch starts.", registry=registry
-        )
+        self.waiting = Gauge("ortolan_waiting_text_tokens", "Tokens that wait when a batch starts.", registry=registry)
         self.fill = Histogram(
             "ortolan_batch_fill",
             "Tokens of a batch as a fraction of the largest batch.",

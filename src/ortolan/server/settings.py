@@ -10,7 +10,9 @@ class Limits:
     """The largest values that requests may have.
 
     Attributes:
+        requests: Requests at a time; more get 429.
         body_bytes: Bytes of a body; larger ones get 413.
+        body_seconds: Seconds in which a body must arrive; later ones get 408.
         characters: Characters of a prompt, and of a prompt that a chat template makes.
         prompts: Prompts of one completions request.
         choices: Answers of one request, over all of its prompts.
@@ -27,7 +29,9 @@ class Limits:
         waiting_tokens: Tokens of texts that wait; requests above that get 429.
     """
 
+    requests: int = 1024
     body_bytes: int = 4 << 20
+    body_seconds: float = 60
     characters: int = 1 << 20
     prompts: int = 64
     choices: int = 64

@@ -18,7 +18,7 @@ from .settings import ServerSettings
 
 async def tokenize(request: Request, generator: Generator, settings: ServerSettings) -> Response:
     """Return the tokens of a prompt, or of the messages of a chat."""
-    body, limits = await read_body(request, settings.limits.body_bytes), settings.limits
+    body, limits = await read_body(request, settings.limits), settings.limits
     loop, folder = asyncio.get_running_loop(), generator.folder
     shows = body.boolean("return_token_strs")
     if body.get("messages") is not None:
@@ -40,7 +40,7 @@ def _encode(generator: Generator, text: str, whole: bool) -> tuple[int, ...]:
 
 async def detokenize(request: Request, generator: Generator, settings: ServerSettings) -> Response:
     """Return the text of tokens, special tokens included."""
-    body = await read_body(request, settings.limits.body_bytes)
+    body = await read_body(request, settings.limits)
     tokens = _tokens(body, generator)
     loop = asyncio.get_running_loop()
     text = await loop.run_in_executor(generator.preparing, _decode, generator, tokens)
