@@ -117,14 +117,16 @@ def echo(prompt: str) -> str:
 
 @contextmanager
 def scripted_application(
-    reply=echo, *, template: str | None = CHATML, limits=Limits(), api_key=None, encoder=None, sampling=None, **options
+    reply=echo, *, template: str | None = CHATML, limits=None, api_key=None, encoder=None, sampling=None, **options
 ):
     """Yield an application, its engine's model and its settings."""
     tokenizer = show_markers(make_tokenizer())
     model = ScriptedModel(
         tokenizer, reply, **{name: options.pop(name) for name in ("blocks", "context") if name in options}
     )
-    settings = ServerSettings("scripted", api_key, limits, keep_alive_seconds=options.pop("keep_alive_seconds", 15))
+    settings = ServerSettings(
+        "scripted", api_key, limits or Limits(), keep_alive_seconds=options.pop("keep_alive_seconds", 15)
+    )
     folder = ModelFolder(
         tokenizer,
         frozenset([tokenizer.token_to_id(END)]),

@@ -154,9 +154,9 @@ def test_tool_choice_none_shows_no_tools(http):
 
 @pytest.fixture(scope="module")
 def thinking():
-    with scripted_application(reply, template=CHATML + "{# </think> #}") as application:
-        with TestClient(application.asgi) as http:
-            yield http
+    application = scripted_application(reply, template=CHATML + "{# </think> #}")
+    with application as opened, TestClient(opened.asgi) as http:
+        yield http
 
 
 def test_thoughts(thinking):
@@ -277,8 +277,8 @@ def test_log_probabilities_of_completions(http):
     assert [len(one) for one in found["top_logprobs"]] == [2] * 3
     chunks = events(http.post("/v1/completions", json={**asked, "stream": True}).text)[:-1]
     streamed = [one["choices"][0]["logprobs"] for one in chunks]
-    assert sum((one["text_offset"] for one in streamed), []) == [0, 1, 2]
-    assert sum((one["token_logprobs"] for one in streamed), []) == found["token_logprobs"]
+    assert [offset for one in streamed for offset in one["text_offset"]] == [0, 1, 2]
+    assert [value for one in streamed for value in one["token_logprobs"]] == found["token_logprobs"]
 
 
 def test_stop_strings(http):

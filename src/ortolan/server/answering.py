@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
@@ -21,6 +22,8 @@ from .http import COMMENT, DONE, GONE, EventStream, event, json_response, unless
 from .request_options import CommonOptions, usage
 from .settings import ServerSettings
 from .token_texts import TokenTexts
+
+_log = logging.getLogger(__name__)
 
 
 class Choice(Protocol):
@@ -76,10 +79,14 @@ def check_end(output: Output) -> None:
     """Raise the error with which an answer ended.
 
     Raises:
-        ApiError: 500 if the model failed, 503 if the server ended the answer, 504 if there was no time for a token.
+        ApiError: 400 if the grammar was too complex, 500 if the model failed, 503 if the server ended the answer, 504 if there was no time for a token.
     """
     if output.finish_reason == "error":
-        raise ApiError(500, f"{FAILED} ({output.error})")
+        reason = output.error or ""
+        if reason.startswith("the grammar"):  # the engine's errors have no type, and only these are the client's fault
+            raise ApiError(400, f"{reason}; simplify the schema", param="response_format")
+        _log.error("an answer failed: %s", reason)
+        raise ApiError(500, FAILED)
     if output.finish_reason == "cancelled":
         raise ApiError(503, "the server ended this answer because it is shutting down; send the request again")
     if output.finish_reason == "deadline" and output.generated == 0:
