@@ -33,9 +33,15 @@ def chat(text="Hi", **more):
     return {"messages": [{"role": "user", "content": text}], **more}
 
 
+def schema(content):
+    return chat(response_format={"type": "json_schema", "json_schema": {"schema": content}})
+
+
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 TOOL = {"type": "function", "function": {"name": "f"}}
 NAMED = {"type": "function", "function": {"name": "g"}}
+CALLED = "messages[0].tool_calls[0].function"
+LONG = {"function": {"name": "f", "description": "x" * 65000}}
 CALL = {"function": {"name": "f", "arguments": "[1"}}
 REFUSED = [
     (CHAT, {}, "messages", "missing"),
@@ -47,8 +53,8 @@ REFUSED = [
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
     (CHAT, {"messages": [{"role": "user", "content": 7}]}, "messages[0].content", "7, expected a string"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "text"),
-    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "messages[0].tool_calls[0].function.arguments", "JSON"),
-    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function", "name"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, f"{CALLED}.arguments", "JSON"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, CALLED, "name"),
     (CHAT, chat(temperature="hot"), "temperature", '"hot", expected a number from 0 to 2'),
     (CHAT, chat(temperature=3), "temperature", "3, expected"),
     (CHAT, chat(temperature=True), "temperature", "true"),
@@ -77,7 +83,7 @@ REFUSED = [
     (CHAT, chat(tools=[{"function": {"name": "a b"}}]), "tools[0].function.name", "letters"),
     (CHAT, chat(tools=[TOOL, TOOL]), "tools", "same name"),
     (CHAT, chat(tools=[TOOL] * 200), "tools", "200 entries"),
-    (CHAT, chat(tools=[{"function": {"name": "f", "description": "x" * 65000}}, NAMED | {"x": "y" * 999}]), "tools", "bytes"),
+    (CHAT, chat(tools=[LONG, NAMED | {"x": "y" * 999}]), "tools", "bytes"),
     (CHAT, chat(tools=[TOOL], tool_choice="maybe"), "tool_choice", "auto"),
     (CHAT, chat(tools=[TOOL], tool_choice=NAMED), "tool_choice.function.name", "in tools"),
     (CHAT, chat(tool_choice="required"), "tool_choice", "no tools"),
@@ -85,8 +91,8 @@ REFUSED = [
     (CHAT, chat(response_format={}), "response_format.type", "missing"),
     (CHAT, chat(response_format={"type": "xml"}), "response_format.type", "json_schema"),
     (CHAT, chat(response_format={"type": "json_schema"}), "response_format.json_schema", "missing"),
-    (CHAT, chat(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}), "response_format", "compiled"),
-    (CHAT, chat(response_format={"type": "json_schema", "json_schema": {"schema": {"x": "y" * 70000}}}), "response_format", "bytes"),
+    (CHAT, schema({"type": "x"}), "response_format", "compiled"),
+    (CHAT, schema({"x": "y" * 70000}), "response_format", "bytes"),
     (CHAT, chat(chat_template_kwargs={"a b": 1}), "chat_template_kwargs", "names"),
     (CHAT, chat(chat_template_kwargs={"a": [1]}), "chat_template_kwargs", "an array of 1"),
     (CHAT, chat(user=7), "user", "a string"),
