@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 pytest.importorskip("starlette")
 pytest.importorskip("llguidance")
 
-from starlette.testclient import TestClient  # noqa: E402
+from starlette.testclient import TestClient
 
-from .scripted import CHATML, scripted_application  # noqa: E402
+from .scripted import CHATML, scripted_application
 
 NAMES = [
     *("messages", "role", "content", "tool_calls", "function", "name", "arguments", "tools", "tool_choice", "prompt"),
@@ -22,8 +22,10 @@ NAMES = [
     *("top_k", "min_p", "repetition_penalty", "presence_penalty", "user", "parameters", "strict", "text", "tokens"),
     *("parallel_tool_calls", "chat_template_kwargs", "enable_thinking", "input", "query", "documents", "ignore_eos"),
 ]
-WORDS = ["user", "assistant", "tool", "system", "auto", "required", "none", "function", "text", "json_object", "object",
-         "json_schema", "{}", "", "\0", "<tool_call>", "<think>", "<|im_start|>assistant\n", "é🦆", "a" * 50]  # fmt: skip
+WORDS = [
+    *("user", "assistant", "tool", "system", "auto", "required", "none", "function", "text", "json_object", "object"),
+    *("json_schema", "{}", "", "\0", "<tool_call>", "<think>", "<|im_start|>assistant\n", "é🦆", "a" * 50),
+]
 scalars = st.one_of(
     st.none(),
     st.booleans(),
@@ -65,11 +67,10 @@ PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", 
 
 @pytest.fixture(scope="module")
 def client():
-    template = CHATML + "{# </think> #}"
-    with scripted_application(template=template) as application:
-        with TestClient(application.asgi, raise_server_exceptions=True) as client:
-            client.application = application
-            yield client
+    opened = scripted_application(template=CHATML + "{# </think> #}")
+    with opened as application, TestClient(application.asgi) as client:
+        client.application = application
+        yield client
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

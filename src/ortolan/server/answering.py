@@ -79,8 +79,8 @@ def check_end(output: Output) -> None:
     """Raise the error with which an answer ended.
 
     Raises:
-        ApiError: 400 if the grammar was too complex, 500 if the model failed, 503 if the server ended the answer, 504 if
-            there was no time for a token.
+        ApiError: 400 if the grammar was too complex, 500 if the model failed, 503 if the server ended the answer,
+            504 if there was no time for a token.
     """
     if output.finish_reason == "error":
         reason = output.error or ""

@@ -64,7 +64,7 @@ class Application:
             self._encoders = Encoders(encoder, self._encoder_name, settings.limits, self._metrics.add_encoder())
         self._kind = "" if encoder is None else encoder.encoder.kind
         routes = self._routes()
-        gate = Middleware(Gate, settings, self._metrics, self.drain, [route.path for route in routes])  # type: ignore[arg-type]
+        gate = Middleware(Gate, settings, self._metrics, self.drain, [route.path for route in routes])
         self.asgi = Starlette(
             routes=routes,
             middleware=[gate],

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from .application import Application
     from .model_folder import ModelFolder
 
-_log = logging.getLogger(__name__)
 _PACKAGES = "starlette uvicorn orjson jinja2 prometheus-client tokenizers llguidance"
 _CLOSING_SECONDS = 5  # for connections, after the last answer
 
@@ -66,7 +64,13 @@ class ServeOptions:
     limits: Limits = field(default_factory=Limits)
 
 
-def serve(model: str | os.PathLike[str], options: ServeOptions | None = None, progress: Progress | None = None) -> None:
+def serve(
+    model: str | os.PathLike[str],
+    options: ServeOptions | None = None,
+    *,
+    progress: Progress | None = None,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
     """Serve a model until the process gets SIGINT or SIGTERM.
 
     Args:
@@ -74,6 +78,7 @@ def serve(model: str | os.PathLike[str], options: ServeOptions | None = None, pr
             form for serving is converted once, into the cache folder.
         options: Options.
         progress: Of the conversion, as for `optimize_onnx`.
+        on_ready: Called with the server's address when it accepts requests.
 
     Raises:
         OrtolanError: A model cannot be opened, a package is missing, or the port is in use.
@@ -83,10 +88,17 @@ def serve(model: str | os.PathLike[str], options: ServeOptions | None = None, pr
     with ExitStack() as stack:
         # The port first: opening models may take a minute.
         listening = stack.enter_context(_listen(chosen.host, chosen.port))
-        application = stack.enter_context(open_application(Path(model), chosen, progress))
-        host, port = listening.getsockname()[:2]
-        _log.info("serving on http://%s:%d", f"[{host}]" if ":" in host else host, port)
-        run_server(application, chosen.drain_seconds, listening)
+        named = replace(chosen, name=chosen.name or model_name(Path(model)))
+        application = stack.enter_context(open_application(prepare_model(Path(model), progress), named))
+        server = make_server(
+            application, chosen.drain_seconds, None if on_ready is None else _told(on_ready, listening)
+        )
+        server.run(sockets=[listening])
+
+
+def _told(on_ready: Callable[[str], None], listening: socket.socket) -> Callable[[], None]:
+    host, port = listening.getsockname()[:2]
+    return lambda: on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
 
 def _require_packages() -> None:
@@ -115,9 +127,22 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
         yield listening
 
 
+def prepare_model(model: Path, progress: Progress | None = None) -> Path:
+    """Return the folder of a model that can be served: an encoder unchanged, a decoder converted if necessary.
+
+    Raises:
+        OrtolanError: The model cannot be read or converted.
+    """
+    from .conversion import model_kind, serving_folder
+
+    if model.suffix != ".gguf" and model.exists() and model_kind(model) == "encoder":
+        return model
+    return serving_folder(model, default_cache_dir(), progress)
+
+
 @contextmanager
-def open_application(model: Path, options: ServeOptions, progress: Progress | None = None) -> Iterator[Application]:
-    """Open the models, and close the engine at the end."""
+def open_application(model: Path, options: ServeOptions) -> Iterator[Application]:
+    """Open the models that `prepare_model` returned, and close the engine at the end."""
     from ..engines import EncoderEngine
     from .application import Application
     from .conversion import model_kind
@@ -128,38 +153,34 @@ def open_application(model: Path, options: ServeOptions, progress: Progress | No
         options.limits,
     )
     threads = options.threads or os.cpu_count() or 1
-    if model.suffix != ".gguf" and model.exists() and model_kind(model) == "encoder":
+    if model_kind(model) == "encoder":
         if options.encoder is not None:
             raise OrtolanError(f"{str(model)!r} is an encoder, so that there is no second one: remove --encoder")
         yield Application(settings, encoder=EncoderEngine(model, threads=threads))
         return
     encoder = None if options.encoder is None else EncoderEngine(options.encoder, threads=threads)
     encoder_name = None if options.encoder is None else model_name(options.encoder)
-    with open_engine(model, options, progress) as (engine, folder):
+    with open_engine(model, options) as (engine, folder):
         yield Application(settings, make_generator(engine, folder), encoder, encoder_name)
 
 
 @contextmanager
-def open_engine(
-    model: Path, options: ServeOptions, progress: Progress | None = None
-) -> Iterator[tuple[Engine, ModelFolder]]:
-    """Open a decoder, converted if necessary, with its engine, tokenizer and chat template."""
+def open_engine(folder: Path, options: ServeOptions) -> Iterator[tuple[Engine, ModelFolder]]:
+    """Open a decoder in the form for serving, with its engine, tokenizer and chat template."""
     from ..engine import Engine
     from ..engine.model import PagedModel
-    from .conversion import serving_folder
     from .model_folder import read_model_folder
 
-    path = serving_folder(model, default_cache_dir(), progress)
-    folder = read_model_folder(path, options.tool_calls)
-    paged = PagedModel.open(path, threads=options.threads, context=options.context, cache_bytes=options.cache_bytes)
+    read = read_model_folder(folder, options.tool_calls)
+    paged = PagedModel.open(folder, threads=options.threads, context=options.context, cache_bytes=options.cache_bytes)
     with Engine(
         paged,
-        tokenizer=folder.tokenizer,
+        tokenizer=read.tokenizer,
         max_step_tokens=options.max_step_tokens,
         max_sequences=options.max_sequences,
         max_queue=options.max_queue,
     ) as engine:
-        yield engine, folder
+        yield engine, read
 
 
 def make_generator(engine: Engine, folder: ModelFolder) -> Any:
@@ -183,17 +204,17 @@ def model_name(model: Path) -> str:
     return (path.name if path.is_dir() else path.stem) or "model"
 
 
-def run_server(application: Application, drain_seconds: float, listening: socket.socket) -> None:
-    """Run the application until SIGINT or SIGTERM. A second signal ends it at once."""
-    server = make_server(application, drain_seconds)
-    server.run(sockets=[listening])
-
-
-def make_server(application: Application, drain_seconds: float) -> Any:
+def make_server(application: Application, drain_seconds: float, on_ready: Callable[[], None] | None = None) -> Any:
     """Return a uvicorn server whose end is gentle.
 
-    After the first signal it answers new requests with 503, and /health too, so that a load balancer sends them
-    elsewhere. When the active requests have ended, or after drain_seconds, it cancels the rest and closes.
+    It runs until SIGINT or SIGTERM. After the first signal it answers new requests with 503, and /health too, so that a
+    load balancer sends them elsewhere. When the active requests have ended, or after drain_seconds, it cancels the rest
+    and closes. A second signal ends it at once.
+
+    Args:
+        application: The application.
+        drain_seconds: How long requests may continue after the first signal.
+        on_ready: Called when the server accepts requests.
     """
     import uvicorn
 
@@ -225,6 +246,8 @@ def make_server(application: Application, drain_seconds: float) -> Any:
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             self.loop = asyncio.get_running_loop()
             await super().startup(sockets)
+            if self.started and on_ready is not None:
+                on_ready()
 
     return Server(
         uvicorn.Config(
