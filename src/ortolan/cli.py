@@ -19,7 +19,7 @@ try:
     from typer.core import TyperGroup
 
     from . import cli_options as options
-    from . import cli_texts
+    from . import cli_serve, cli_texts
     from .cli_output import print_error, print_result, print_step, progress_bar, text_width
     from .errors import OrtolanError
 except KeyboardInterrupt:  # interrupted during imports, before a command could report it
@@ -333,6 +333,9 @@ def inspect(
 
 app.command()(cli_texts.embed)
 app.command()(cli_texts.rerank)
+app.command()(cli_serve.serve)
+app.command()(cli_serve.chat)
+app.command()(cli_serve.generate)
 
 
 @app.command()

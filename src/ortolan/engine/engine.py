@@ -274,7 +274,7 @@ class Engine:
             self._check_logits(logits, len(plan.rows))
         except Exception as error:
             _log.exception("the model failed; the %d sequences of the step end with an error", len(plan.counts))
-            for sequence in plan.counts:
+            for sequence in list(plan.counts):  # ending one removes it
                 self._end(cast(Choice, sequence), "error", f"the model failed: {one_line(error)}")
             return
         self._scheduler.complete(plan)

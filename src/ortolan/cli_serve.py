@@ -1,0 +1,259 @@
+"""The commands for decoders: `ortolan serve`, `ortolan chat` and `ortolan generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .cli_output import print_error, print_step, progress_bar
+
+if TYPE_CHECKING:
+    from .conversation import AnswerOptions
+    from .engine import Engine
+    from .server.model_folder import ModelFolder
+
+Folder = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FOLDER",
+        help="A folder with a model, or a .gguf file. A decoder is converted to the form for serving once, into the "
+        "cache folder.",
+        show_default=False,
+    ),
+]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="Threads of ONNX Runtime. Default: one for each core.", show_default=False)
+]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="The most tokens of a prompt and its answer. Default: the model's limit.", show_default=False
+    ),
+]
+CacheMemory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory of the KV cache, such as 2G or 512M. Default: a quarter of the machine's memory, or what 64 "
+        "sequences need.",
+        show_default=False,
+    ),
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option("--max-tokens", min=1, help="The most tokens of an answer. Default: no limit.", show_default=False),
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="0 takes the likeliest token. Default: the model's generation_config.json, else 1.",
+        show_default=False,
+    ),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        help="Keep the likeliest tokens whose probabilities add up to this. Default: the model's, else 1.",
+        show_default=False,
+    ),
+]
+Seed = Annotated[int | None, typer.Option(help="Equal seeds give equal answers.", show_default=False)]
+REASONING = "reasoning"  # the kind of a piece in server/pieces.py, whose package this module must not import
+_UNITS = {"K": 10, "M": 20, "G": 30, "T": 40}
+
+
+def serve(
+    folder: Folder,
+    host: Annotated[
+        str,
+        typer.Option(help="The address to listen on. There is no TLS: put a proxy in front of other than local use."),
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0: a free one.")] = 8000,
+    threads: Threads = None,
+    context: Context = None,
+    cache_memory: CacheMemory = None,
+    name: Annotated[
+        str | None, typer.Option(help="The model's name in answers. Default: the folder's.", show_default=False)
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            envvar="ORTOLAN_API_KEY",
+            help="Requests must have this bearer token. Others can read it in the list of processes: better set "
+            "ORTOLAN_API_KEY.",
+            show_default=False,
+        ),
+    ] = None,
+    encoder: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Also serve this embedding model or reranker.", show_default=False),
+    ] = None,
+    tool_calls: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORM",
+            help="How the model writes tool calls: hermes, mistral or llama. Default: from its chat template.",
+            show_default=False,
+        ),
+    ] = None,
+    max_sequences: Annotated[int, typer.Option(min=1, help="The most answers that run at the same time.")] = 64,
+    max_queue: Annotated[int, typer.Option(min=1, help="The most answers that wait; more get 429.")] = 1024,
+    max_step_tokens: Annotated[
+        int, typer.Option(min=1, help="The most tokens of a step. Fewer: shorter pauses; more: faster prompts.")
+    ] = 512,
+    max_seconds: Annotated[
+        float, typer.Option(min=0.001, help="The longest time of a request, waiting included.")
+    ] = 600,
+    drain: Annotated[
+        float, typer.Option(min=0, help="Seconds that requests may continue after SIGTERM or Ctrl-C.")
+    ] = 30,
+) -> None:
+    """Serve a model with OpenAI's API: chats, completions, embeddings, reranking (needs the extra serve)."""
+    from .server.run import ServeOptions, model_name, prepare_model
+    from .server.run import serve as run
+    from .server.settings import Limits
+
+    options = ServeOptions(
+        host=host,
+        port=port,
+        name=name or model_name(folder),
+        threads=threads,
+        context=context,
+        cache_bytes=read_bytes(cache_memory),
+        max_step_tokens=max_step_tokens,
+        max_sequences=max_sequences,
+        max_queue=max_queue,
+        encoder=encoder,
+        tool_calls=tool_calls,
+        api_key=api_key,
+        drain_seconds=drain,
+        limits=Limits(seconds=max_seconds),
+    )
+    with progress_bar() as progress:
+        prepared = prepare_model(folder, progress)
+    run(prepared, options, on_ready=lambda url: print_step(f"serving {options.name} on {url}"))
+
+
+def chat(
+    folder: Folder,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.", show_default=False)] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    threads: Threads = None,
+    context: Context = None,
+    cache_memory: CacheMemory = None,
+) -> None:
+    """Talk with a model in the terminal. /new begins again, /exit ends; Ctrl-C stops an answer."""
+    from .conversation import Conversation
+
+    with _engine(folder, threads, context, cache_memory) as (engine, read):
+        first = [] if system is None else [{"role": "system", "content": system}]
+        talk = Conversation(engine, read, _options(max_tokens, temperature, top_p, seed), list(first))
+        _keep_history()
+        while (said := _ask()) is not None:
+            if said == "/new":
+                talk.messages[:] = first
+            elif said:
+                _print_answer(talk.say(said))
+
+
+def generate(
+    folder: Folder,
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.", show_default=False)],
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    threads: Threads = None,
+    context: Context = None,
+    cache_memory: CacheMemory = None,
+) -> None:
+    """Write one answer to a prompt: as a chat if the model has a chat template, else its continuation."""
+    from .conversation import complete
+
+    text = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
+    with _engine(folder, threads, context, cache_memory) as (engine, read):
+        for piece in complete(engine, read, text, _options(max_tokens, temperature, top_p, seed)):
+            typer.echo(piece, nl=False)
+        typer.echo()
+
+
+def _options(max_tokens: int | None, temperature: float | None, top_p: float | None, seed: int | None) -> AnswerOptions:
+    from .conversation import AnswerOptions
+
+    return AnswerOptions(max_tokens, temperature, top_p, seed)
+
+
+@contextmanager
+def _engine(
+    folder: Path, threads: int | None, context: int | None, cache_memory: str | None
+) -> Iterator[tuple[Engine, ModelFolder]]:
+    from .server.run import ServeOptions, open_engine, prepare_model
+
+    options = ServeOptions(threads=threads, context=context, cache_bytes=read_bytes(cache_memory), max_sequences=1)
+    with progress_bar() as progress:
+        prepared = prepare_model(folder, progress)
+    with open_engine(prepared, options) as opened:
+        yield opened
+
+
+def read_bytes(text: str | None) -> int | None:
+    """Return a size such as 512M in bytes.
+
+    Raises:
+        typer.BadParameter: The text is not a size.
+    """
+    if text is None:
+        return None
+    number = text.strip().upper().removesuffix("B").removesuffix("I")
+    unit = _UNITS.get(number[-1:], 0)
+    number = number[:-1] if unit else number
+    try:
+        size = float(number) * 2**unit
+    except ValueError:
+        size = 0
+    if not 1 <= size < 2**60:
+        raise typer.BadParameter(f"{text!r} is not a size such as 2G or 512M", param_hint="--cache-memory")
+    return int(size)
+
+
+def _keep_history() -> None:
+    """Let the terminal recall earlier messages with the arrow keys."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  # input() uses it once it is imported
+
+
+def _ask() -> str | None:
+    """Return the next message; None at the end."""
+    try:
+        said = input("> ").strip()
+    except (EOFError, KeyboardInterrupt):
+        typer.echo()
+        return None
+    return None if said in ("/exit", "/quit") else said
+
+
+def _print_answer(pieces: Generator[tuple[str, str]]) -> None:
+    """Print an answer as it arrives, its thoughts dimmed. Ctrl-C stops it."""
+    from .errors import OrtolanError
+
+    shown = ""
+    try:
+        with closing(pieces):
+            for kind, text in pieces:
+                typer.echo("\n\n" if shown not in ("", kind) else "", nl=False)
+                typer.echo(typer.style(text, dim=True) if kind == REASONING else text, nl=False)
+                shown = kind
+    except KeyboardInterrupt:
+        typer.echo("\n(stopped: not part of the conversation)", nl=False)
+    except OrtolanError as error:
+        print_error(str(error))
+    typer.echo()

@@ -1,0 +1,136 @@
+"""Conversations with a decoder in this process: `ortolan chat` and `ortolan generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .engine import Request, SamplingOptions
+from .errors import ArgumentError, OrtolanError
+from .server.answer_parser import AnswerForm, AnswerParser
+from .server.pieces import CONTENT
+from .server.reasoning import prompt_state
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .server.model_folder import ModelFolder
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How answers are drawn. None: the model's recommendation, from generation_config.json.
+
+    Attributes:
+        max_tokens: The most tokens of an answer. Default: what the context has room for.
+        temperature: 0 takes the likeliest token.
+        top_p: As for `SamplingOptions`.
+        seed: As for `SamplingOptions`.
+    """
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+    def sampling(self, defaults: Mapping[str, float]) -> SamplingOptions:
+        """Return the options for the engine."""
+        chosen: dict[str, Any] = {**defaults, "seed": self.seed}
+        if "top_k" in chosen:
+            chosen["top_k"] = int(chosen["top_k"])
+        for name in ("temperature", "top_p"):
+            if (value := getattr(self, name)) is not None:
+                chosen[name] = value
+        return SamplingOptions(**chosen)
+
+
+def answer_prompt(
+    engine: Engine, folder: ModelFolder, prompt: tuple[int, ...], options: AnswerOptions
+) -> Iterator[str]:
+    """Yield the text of an answer as it arrives. If the caller stops early, the engine stops too.
+
+    Raises:
+        ArgumentError: The prompt does not fit into the context.
+        OrtolanError: The model failed.
+    """
+    room = engine.context - len(prompt)
+    if room < 1:
+        raise ArgumentError(
+            f"the conversation has {len(prompt)} tokens, expected fewer than the context's {engine.context}; begin a "
+            "new one, or open the model with a longer context"
+        )
+    request = Request(
+        prompt,
+        room if options.max_tokens is None else min(options.max_tokens, room),
+        options.sampling(folder.sampling),
+        end_tokens=folder.end_tokens,
+    )
+    stream = engine.submit(request)
+    try:
+        for output in stream:
+            if output.finish_reason == "error":
+                raise OrtolanError(f"the answer failed: {output.error}")
+            if output.text:
+                yield output.text
+    finally:
+        stream.cancel()
+
+
+def complete(engine: Engine, folder: ModelFolder, prompt: str, options: AnswerOptions) -> Iterator[str]:
+    """Yield the answer to one prompt: a chat of one message, if the model has a chat template, else a continuation."""
+    if folder.template is None:
+        return answer_prompt(engine, folder, folder.encode(prompt, whole=True), options)
+    chat = Conversation(engine, folder, options)
+    return (text for kind, text in chat.say(prompt) if kind == CONTENT)
+
+
+@dataclass
+class Conversation:
+    """A chat in which messages and answers follow each other.
+
+    Attributes:
+        engine: The engine. Its prefix cache keeps the conversation so far.
+        folder: Tokenizer and chat template.
+        options: How answers are drawn.
+        messages: The messages so far.
+    """
+
+    engine: Engine
+    folder: ModelFolder
+    options: AnswerOptions = field(default_factory=AnswerOptions)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def say(self, text: str) -> Generator[tuple[str, str]]:
+        """Add a message, and yield the answer's pieces: ("reasoning" or "content", text).
+
+        The answer becomes part of the conversation when it has ended. If it is stopped or fails, the message is
+        removed.
+
+        Raises:
+            OrtolanError: The model has no chat template, or the template refuses the messages.
+            ArgumentError: The conversation does not fit into the context.
+        """
+        template = self.folder.template
+        if template is None:
+            raise OrtolanError("the model's folder has no chat template; use ortolan generate")
+        self.messages.append({"role": "user", "content": text})
+        ended, said = False, []
+        try:
+            prompt = template.render(self.messages)
+            markers = self.folder.thoughts
+            opened = markers is not None and prompt_state(prompt, markers) == "opened"
+            parser = AnswerParser(AnswerForm(markers, opened))
+            for new in answer_prompt(self.engine, self.folder, self.folder.encode(prompt, whole=False), self.options):
+                for piece in parser.feed(new):
+                    said.append(piece)
+                    yield piece.kind, piece.text
+            for piece in parser.finish():
+                said.append(piece)
+                yield piece.kind, piece.text
+            ended = True
+        finally:
+            if ended:
+                content = "".join(piece.text for piece in said if piece.kind == CONTENT)
+                self.messages.append({"role": "assistant", "content": content})
+            else:
+                self.messages.pop()

@@ -1,0 +1,86 @@
+"""Converts a model to the form for serving, once, into the cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ..errors import ModelError, missing_model
+
+if TYPE_CHECKING:
+    from ..progress import Progress
+
+Kind = Literal["serving", "decoder", "encoder"]
+
+
+def model_kind(path: Path) -> Kind:
+    """Return what an ONNX model is, from its inputs: a decoder in the form for serving or not, or an encoder.
+
+    Raises:
+        ModelError: The model cannot be read.
+    """
+    import onnx_ir as ir
+
+    from ortolan.graph_passes.files.model_file import model_in
+    from ortolan.graph_passes.serve.form import is_serving_form
+
+    file = model_in(path) if path.is_dir() else path
+    try:
+        model = ir.load(file)
+    except Exception as error:  # of protobuf and onnx_ir, which have no common type
+        raise ModelError(f"model {str(file)!r} cannot be read: {error}") from None
+    if is_serving_form(model):
+        return "serving"
+    cached = any((value.name or "").startswith("past_key_values.") for value in model.graph.inputs)
+    return "decoder" if cached else "encoder"
+
+
+def serving_folder(source: Path, cache: Path, progress: Progress | None = None) -> Path:
+    """Return a folder with a decoder in the form for serving.
+
+    A GGUF file, and a folder with another form, are converted into the cache folder. A later call with the same files
+    finds the result there.
+
+    Args:
+        source: A GGUF file, a folder with a decoder, or a folder that has the form for serving already.
+        cache: The cache folder.
+        progress: As for `optimize_onnx`.
+
+    Raises:
+        OrtolanError: The model cannot be read or converted.
+    """
+    if not source.exists():
+        raise ModelError(missing_model(source))
+    is_gguf = source.is_file() and source.suffix == ".gguf"
+    if not is_gguf:
+        if not source.is_dir():
+            raise ModelError(f"{str(source)!r} is a file, expected a folder with model.onnx, or a .gguf file")
+        if model_kind(source) == "serving":
+            return source
+    target = cache / "serving" / f"{source.resolve().stem}-{_fingerprint(source)}"
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if is_gguf:
+        from ..importer import import_gguf
+
+        import_gguf(source, target, serve=True, progress=progress)
+    else:
+        from ..optimize import optimize_onnx
+
+        optimize_onnx(source, target, serve=True, progress=progress)
+    return target
+
+
+def _fingerprint(source: Path) -> str:
+    """Return a name for the content of a file or folder: from paths, sizes and times, which is quick for any size."""
+    from importlib.metadata import version
+
+    files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
+    digest = hashlib.sha256(version("ortolan").encode())
+    for path in files:
+        facts = path.stat()
+        digest.update(f"{os.fspath(path.resolve())}\0{facts.st_size}\0{facts.st_mtime_ns}\0".encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,165 @@
+"""The bridge between the event loop of the server and the engine's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from ..engine import EngineClosedError, Output, QueueFullError, Request
+from ..engine.requests import Grammar
+from ..errors import ArgumentError
+from .errors import ApiError
+from .model_folder import ModelFolder
+from .token_texts import TokenTexts
+
+if TYPE_CHECKING:
+    from ..engine import Engine, Stream
+
+_log = logging.getLogger(__name__)
+_PREPARING_THREADS = 2  # render chat templates, tokenize and compile schemas, beside the event loop
+
+
+class Answer:
+    """The outputs of one request, in the event loop.
+
+    Attributes:
+        request: The engine's request.
+    """
+
+    def __init__(self, request: Request) -> None:
+        """Create an answer without outputs."""
+        self.request = request
+        self._outputs: deque[Output] = deque()
+        self._open = request.n
+        self._news = asyncio.Event()
+        self._stream: Stream | None = None
+
+    def follow(self, stream: Stream) -> None:
+        """Remember the stream, to cancel it."""
+        self._stream = stream
+
+    def put(self, output: Output) -> None:
+        """Add an output. Only the bridge calls this, in the event loop."""
+        self._outputs.append(output)
+        self._news.set()
+
+    def cancel(self) -> None:
+        """End the request soon; its outputs then end with "cancelled"."""
+        if self._stream is not None:
+            self._stream.cancel()
+
+    async def batches(self, seconds: float | None = None) -> AsyncGenerator[list[Output]]:
+        """Yield the outputs, all that there are at a time; an empty list if there were none for some seconds."""
+        while self._open:
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._news.wait()
+            except TimeoutError:
+                yield []
+                continue
+            self._news.clear()
+            found = list(self._outputs)
+            self._outputs.clear()
+            self._open -= sum(output.finish_reason is not None for output in found)
+            yield found
+
+
+class Generator:
+    """Submits requests of one event loop to an engine.
+
+    Attributes:
+        engine: The engine.
+        folder: Tokenizer, chat template and defaults of its model.
+        texts: Texts of single tokens, for log probabilities.
+        compile: Compiles a grammar in llguidance's variant of Lark.
+        preparing: Threads for work that would block the event loop.
+    """
+
+    def __init__(self, engine: Engine, folder: ModelFolder, compile_grammar: Callable[[str], Grammar]) -> None:
+        """Wrap an engine.
+
+        Args:
+            engine: The engine.
+            folder: What the server reads from the model's folder.
+            compile_grammar: Compiles a grammar in llguidance's variant of Lark. It raises ArgumentError.
+        """
+        self.engine, self.folder, self.compile = engine, folder, compile_grammar
+        self.texts = TokenTexts(folder.tokenizer)
+        self.preparing = ThreadPoolExecutor(_PREPARING_THREADS, "ortolan-prepare")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._outputs: deque[tuple[Answer, Output]] = deque()
+        self._waking = False
+        self._answers: set[Answer] = set()
+
+    def start(self) -> None:
+        """Deliver outputs in the running event loop."""
+        self._loop = asyncio.get_running_loop()
+
+    def submit(self, requests: list[Request]) -> list[Answer]:
+        """Submit requests together: if one is refused, none of them runs.
+
+        Raises:
+            ApiError: 400 if a request does not fit the model, 429 if the queue is full, 503 if the engine is closed.
+        """
+        answers: list[Answer] = []
+        try:
+            for request in requests:
+                answers.append(self._submit(request))
+        except BaseException as error:
+            for answer in answers:
+                answer.cancel()
+            if isinstance(error, QueueFullError):
+                wait = max(math.ceil(error.retry_after), 1)
+                raise ApiError(429, str(error), code="queue_full", retry_after=wait) from None
+            if isinstance(error, EngineClosedError):
+                raise ApiError(503, "the server is shutting down", retry_after=1) from None
+            if isinstance(error, ArgumentError):
+                raise ApiError(400, str(error)) from None
+            raise
+        return answers
+
+    def _submit(self, request: Request) -> Answer:
+        answer = Answer(request)
+        stream = self.engine.submit(request)
+        answer.follow(stream)
+        self._answers.add(answer)
+
+        def receive(output: Output) -> None:
+            self._receive(answer, output)
+
+        stream.on_output(receive)
+        return answer
+
+    def _receive(self, answer: Answer, output: Output) -> None:
+        """Pass an output to the event loop, in the engine's thread. One wake-up serves all outputs of a step."""
+        self._outputs.append((answer, output))
+        if not self._waking:
+            self._waking = True
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._waking = False  # before the queue is read, so that no output is left without a wake-up
+        while self._outputs:
+            answer, output = self._outputs.popleft()
+            answer.put(output)
+
+    def forget(self, answers: Sequence[Answer]) -> None:
+        """Cancel what has not ended of answers that nobody reads any more."""
+        for answer in answers:
+            answer.cancel()
+            self._answers.discard(answer)
+
+    def cancel_all(self) -> None:
+        """Cancel all requests, for the end of the server."""
+        for answer in list(self._answers):
+            answer.cancel()
+
+    def close(self) -> None:
+        """End the threads for preparing."""
+        self.preparing.shutdown(wait=False, cancel_futures=True)

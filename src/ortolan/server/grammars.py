@@ -1,0 +1,112 @@
+"""Grammars of answers, in llguidance's variant of Lark: JSON schemas, and tool calls that must be made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .errors import ApiError
+from .reasoning import ThoughtMarkers
+from .tool_calls import HERMES, LLAMA, MISTRAL, TOOL_CALLS
+
+# JSON as Python's json.dumps writes it, which models were trained on. Free whitespace would let a model fill its answer
+# with it.
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_TEXT = r"/(.|\n)*/"
+_LINE = "\n"
+
+
+def json_grammar(schema: Mapping[str, Any]) -> str:
+    """Return the rule `body` for a JSON value of a schema, whose keywords must all be supported."""
+    return f"body: {_json(schema, lenient=False)}\n"
+
+
+def calls_grammar(
+    family: str,
+    tools: Sequence[Mapping[str, Any]],
+    added_tokens: Mapping[str, int],
+    *,
+    several: bool,
+    optional: bool = False,
+) -> str:
+    """Return the rule `body` for one or several calls.
+
+    Args:
+        family: The form of the calls.
+        tools: The functions that may be called: `name`, and optionally `parameters`, a JSON schema.
+        added_tokens: The tokenizer's added tokens, since a marker may be one token.
+        several: Allow more than one call.
+        optional: Allow text without calls, and text before and after calls.
+
+    Raises:
+        ApiError: 400 if calls are optional and no single token begins them, by which a grammar would know them.
+    """
+    marker = {HERMES: "<tool_call>", MISTRAL: TOOL_CALLS}.get(family, "")
+    if optional and marker not in added_tokens:
+        raise ApiError(
+            400,
+            "tools: strict is not supported with tool_choice auto for this model, whose calls begin with text; "
+            "expected strict false, or tool_choice required",
+            param="tools",
+        )
+    field = "parameters" if family == LLAMA else "arguments"
+    # Without strict, keywords that cannot be enforced are ignored, as models without grammars would do.
+    lenient = not any(tool.get("strict") is True for tool in tools)
+    call = _json({"anyOf": [_call_schema(tool, field) for tool in tools]}, lenient=lenient)
+
+    def repeated(rule: str, separator: str) -> str:
+        return f"{rule} ({json.dumps(separator)} {rule})*" if several else rule
+
+    if family == HERMES:
+        start, end = (_marker(text, added_tokens) for text in ("<tool_call>", "</tool_call>"))
+        rules = f'calls: {repeated("call", _LINE)}\ncall: {start} "\\n" json "\\n" {end}\n'
+    elif family == MISTRAL:
+        rules = f'calls: {_marker(TOOL_CALLS, added_tokens)} "[" {repeated("json", ", ")} "]"\n'
+    else:
+        assert family == LLAMA
+        rules = f"calls: {repeated('json', '; ')}\n"
+    body = f"TEXT (calls TEXT){'*' if several else '?'}" if optional else "calls"
+    return f"body: {body}\n{rules}json: {call}\n"
+
+
+def _marker(text: str, added_tokens: Mapping[str, int]) -> str:
+    """Return a marker as its token, which llguidance does not match with text, or as text."""
+    return f"<[{added_tokens[text]}]>" if text in added_tokens else json.dumps(text)
+
+
+def _call_schema(tool: Mapping[str, Any], field: str) -> dict[str, Any]:
+    arguments = tool.get("parameters") or {"type": "object"}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": tool["name"]}, field: arguments},
+        "required": ["name", field],
+        "additionalProperties": False,
+    }
+
+
+def _json(schema: Mapping[str, Any], *, lenient: bool) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": {**_COMPACT, "lenient": lenient}})
+
+
+def with_thoughts(body: str, markers: ThoughtMarkers | None, state: str, added_tokens: Mapping[str, int]) -> str:
+    """Return a grammar for `body`, after the thoughts of a reasoning model.
+
+    Args:
+        body: Rules with the rule `body`.
+        markers: The markers of thoughts, for reasoning models.
+        state: How the prompt ends, see `prompt_state`.
+        added_tokens: As for `calls_grammar`.
+    """
+    body = f"{body}TEXT: {_TEXT}\n"
+    if markers is None or state == "closed":
+        return f"start: body\n{body}"
+    if markers.end in added_tokens:
+        thought = f"thought: TEXT {_marker(markers.end, added_tokens)}\n"
+    else:
+        thought = f"thought[lazy]: TEXT {json.dumps(markers.end)}\n"
+    thought += "space: /\\n{0,2}/\n"
+    if state == "opened":
+        return f"start: thought space body\n{thought}{body}"
+    start = _marker(markers.start, added_tokens)
+    return f"start: body | {start} thought space body\n{thought}{body}"

@@ -1,0 +1,260 @@
+"""serve: opens models and runs the server in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..cache_folder import default_cache_dir
+from ..errors import OrtolanError
+from .settings import Limits, ServerSettings
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from ..engine import Engine
+    from ..progress import Progress
+    from .application import Application
+    from .model_folder import ModelFolder
+
+_PACKAGES = "starlette uvicorn orjson jinja2 prometheus-client tokenizers llguidance"
+_CLOSING_SECONDS = 5  # for connections, after the last answer
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Options of `serve`.
+
+    Attributes:
+        host: The address to listen on. The server has no TLS; put a proxy in front of it.
+        port: The port; 0: a free one.
+        name: The model's name in answers. Default: the folder's or the file's.
+        threads: Threads of ONNX Runtime. Default: one for each core.
+        context: The most tokens of a prompt and its answer. Default: the model's limit.
+        cache_bytes: The size of the KV cache. Default: PagedModel's.
+        max_step_tokens: The most tokens of a call of the model, see `Engine`.
+        max_sequences: The most sequences that run at the same time.
+        max_queue: The most sequences that wait; more get 429.
+        encoder: An embedding model or a reranker that is served too.
+        tool_calls: The form of tool calls, if the chat template does not tell: hermes, mistral or llama.
+        api_key: The key that requests must have. Default: the environment variable ORTOLAN_API_KEY, else no key.
+        drain_seconds: How long requests may continue after SIGTERM or SIGINT.
+        limits: The limits on requests.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    name: str | None = None
+    threads: int | None = None
+    context: int | None = None
+    cache_bytes: int | None = None
+    max_step_tokens: int = 512
+    max_sequences: int = 64
+    max_queue: int = 1024
+    encoder: Path | None = None
+    tool_calls: str | None = None
+    api_key: str | None = None
+    drain_seconds: float = 30
+    limits: Limits = field(default_factory=Limits)
+
+
+def serve(
+    model: str | os.PathLike[str],
+    options: ServeOptions | None = None,
+    *,
+    progress: Progress | None = None,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serve a model until the process gets SIGINT or SIGTERM.
+
+    Args:
+        model: A GGUF file, or a folder with a decoder, an embedding model or a reranker. A decoder that has not the
+            form for serving is converted once, into the cache folder.
+        options: Options.
+        progress: Of the conversion, as for `optimize_onnx`.
+        on_ready: Called with the server's address when it accepts requests.
+
+    Raises:
+        OrtolanError: A model cannot be opened, a package is missing, or the port is in use.
+    """
+    chosen = options or ServeOptions()
+    _require_packages()
+    with ExitStack() as stack:
+        # The port first: opening models may take a minute.
+        listening = stack.enter_context(_listen(chosen.host, chosen.port))
+        named = replace(chosen, name=chosen.name or model_name(Path(model)))
+        application = stack.enter_context(open_application(prepare_model(Path(model), progress), named))
+        server = make_server(
+            application, chosen.drain_seconds, None if on_ready is None else _told(on_ready, listening)
+        )
+        server.run(sockets=[listening])
+
+
+def _told(on_ready: Callable[[str], None], listening: socket.socket) -> Callable[[], None]:
+    host, port = listening.getsockname()[:2]
+    return lambda: on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+
+def _require_packages() -> None:
+    try:
+        import jinja2  # noqa: F401
+        import orjson  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import tokenizers  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise OrtolanError(
+            f"the server needs more packages ({error}); install them with: pip install {_PACKAGES}"
+        ) from error
+
+
+@contextmanager
+def _listen(host: str, port: int) -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((host, port))
+        except (OSError, OverflowError) as error:
+            raise OrtolanError(f"cannot listen on {host} port {port}: {error}; choose another with --port") from None
+        yield listening
+
+
+def prepare_model(model: Path, progress: Progress | None = None) -> Path:
+    """Return the folder of a model that can be served: an encoder unchanged, a decoder converted if necessary.
+
+    Raises:
+        OrtolanError: The model cannot be read or converted.
+    """
+    from .conversion import model_kind, serving_folder
+
+    if model.suffix != ".gguf" and model.exists() and model_kind(model) == "encoder":
+        return model
+    return serving_folder(model, default_cache_dir(), progress)
+
+
+@contextmanager
+def open_application(model: Path, options: ServeOptions) -> Iterator[Application]:
+    """Open the models that `prepare_model` returned, and close the engine at the end."""
+    from ..engines import EncoderEngine
+    from .application import Application
+    from .conversion import model_kind
+
+    settings = ServerSettings(
+        options.name or model_name(model),
+        options.api_key or os.environ.get("ORTOLAN_API_KEY") or None,
+        options.limits,
+    )
+    threads = options.threads or os.cpu_count() or 1
+    if model_kind(model) == "encoder":
+        if options.encoder is not None:
+            raise OrtolanError(f"{str(model)!r} is an encoder, so that there is no second one: remove --encoder")
+        yield Application(settings, encoder=EncoderEngine(model, threads=threads))
+        return
+    encoder = None if options.encoder is None else EncoderEngine(options.encoder, threads=threads)
+    encoder_name = None if options.encoder is None else model_name(options.encoder)
+    with open_engine(model, options) as (engine, folder):
+        yield Application(settings, make_generator(engine, folder), encoder, encoder_name)
+
+
+@contextmanager
+def open_engine(folder: Path, options: ServeOptions) -> Iterator[tuple[Engine, ModelFolder]]:
+    """Open a decoder in the form for serving, with its engine, tokenizer and chat template."""
+    from ..engine import Engine
+    from ..engine.model import PagedModel
+    from .model_folder import read_model_folder
+
+    read = read_model_folder(folder, options.tool_calls)
+    paged = PagedModel.open(folder, threads=options.threads, context=options.context, cache_bytes=options.cache_bytes)
+    with Engine(
+        paged,
+        tokenizer=read.tokenizer,
+        max_step_tokens=options.max_step_tokens,
+        max_sequences=options.max_sequences,
+        max_queue=options.max_queue,
+    ) as engine:
+        yield engine, read
+
+
+def make_generator(engine: Engine, folder: ModelFolder) -> Any:
+    """Return the bridge to an engine, which compiles grammars for the model's tokens."""
+    from functools import cache
+
+    from ..engine.grammar import GrammarTokenizer, TokenGrammar
+    from .generation import Generator
+
+    @cache
+    def tokenizer() -> GrammarTokenizer:
+        vocabulary = engine.model.vocabulary
+        return GrammarTokenizer(folder.tokenizer, vocabulary=vocabulary, end_tokens=folder.end_tokens)
+
+    return Generator(engine, folder, lambda grammar: TokenGrammar.from_lark(grammar, tokenizer()))
+
+
+def model_name(model: Path) -> str:
+    """Return the name of a model's folder or file."""
+    path = model.resolve()
+    return (path.name if path.is_dir() else path.stem) or "model"
+
+
+def make_server(application: Application, drain_seconds: float, on_ready: Callable[[], None] | None = None) -> Any:
+    """Return a uvicorn server whose end is gentle.
+
+    It runs until SIGINT or SIGTERM. After the first signal it answers new requests with 503, and /health too, so that a
+    load balancer sends them elsewhere. When the active requests have ended, or after drain_seconds, it cancels the rest
+    and closes. A second signal ends it at once.
+
+    Args:
+        application: The application.
+        drain_seconds: How long requests may continue after the first signal.
+        on_ready: Called when the server accepts requests.
+    """
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        """A server that drains."""
+
+        drained: asyncio.Task[None] | None = None
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if application.drain.begun:
+                self.force_exit = self.should_exit = True
+            else:
+                self.begin_drain()
+
+        def begin_drain(self) -> None:
+            """Take no more requests, and end the server after those that it has."""
+            application.drain.begun = True
+            self.loop.call_soon_threadsafe(self._start_drain)
+
+        def _start_drain(self) -> None:
+            self.drained = asyncio.ensure_future(self._drain())
+
+        async def _drain(self) -> None:
+            if not await application.drain.wait(drain_seconds):
+                application.cancel_all()
+                await application.drain.wait(_CLOSING_SECONDS)
+            self.should_exit = True
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            self.loop = asyncio.get_running_loop()
+            await super().startup(sockets)
+            if self.started and on_ready is not None:
+                on_ready()
+
+    return Server(
+        uvicorn.Config(
+            application.asgi,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=_CLOSING_SECONDS,
+            server_header=False,
+        )
+    )

@@ -1,0 +1,211 @@
+"""Answers in pieces: thoughts, tool calls of each family, and text that only looks like them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("orjson")
+
+from ortolan.server.pieces import ARGUMENTS, CALL, CONTENT, REASONING, held_back
+from ortolan.server.reasoning import ReasoningParser, find_markers, prompt_state
+from ortolan.server.tool_calls import HERMES, LLAMA, MISTRAL, PARSERS, detect_family, new_call_id
+
+ARGUMENT = {"city": 'São "{Paulo}" \\ ]', "days": [1, {"a": None}], "x": -1.5e3}
+ARGUED = json.dumps(ARGUMENT)
+
+
+def joined(pieces):
+    """Return thoughts, content and calls of an answer, each joined."""
+    text = {REASONING: "", CONTENT: ""}
+    calls = []
+    for piece in pieces:
+        if piece.kind == CALL:
+            assert piece.call == len(calls)
+            calls.append([piece.name, ""])
+            assert piece.id
+        elif piece.kind == ARGUMENTS:
+            assert piece.call == len(calls) - 1
+            calls[-1][1] += piece.text
+        else:
+            assert piece.text
+            text[piece.kind] += piece.text
+    return text[REASONING], text[CONTENT], [(name, arguments) for name, arguments in calls]
+
+
+def parse(parser, text, cuts=()):
+    pieces = []
+    cuts = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
+    for start, end in itertools.pairwise(cuts):
+        pieces += parser.feed(text[start:end])
+    return joined(pieces + parser.finish())
+
+
+def every_cut(make, text):
+    """Parse a text whole, in halves at each place, and in single characters; return the answer, which is the same."""
+    found = parse(make(), text)
+    for cut in range(1, len(text)):
+        assert parse(make(), text, [cut]) == found, cut
+    assert parse(make(), text, range(len(text))) == found
+    return found
+
+
+HERMES_CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUED}}}\n</tool_call>'
+CALLS = {
+    HERMES: [
+        (HERMES_CALL, "", 1),
+        (f"Let me see.\n\n{HERMES_CALL}\n{HERMES_CALL}", "Let me see.", 2),
+        (f'<tool_call>{{"arguments": {ARGUED}, "name": "weather"}}</tool_call>', "", 1),
+        (f'<tool_call>{{"name": "weather", "arguments": {json.dumps(ARGUED)}}}</tool_call> Done now.', "Done now.", 1),
+        (f'<tool_call>{{"name":"weather","id":7,"arguments":{ARGUED}}}', "", 1),
+    ],
+    MISTRAL: [
+        (f'[TOOL_CALLS][{{"name": "weather", "arguments": {ARGUED}}}]', "", 1),
+        (
+            f'[TOOL_CALLS] [{{"name": "weather", "arguments": {ARGUED}}}, {{"name":"weather","arguments":{ARGUED}}}]',
+            "",
+            2,
+        ),
+        (f"Hm [x]. [TOOL_CALLS]weather[ARGS]{ARGUED}", "Hm [x].", 1),
+        (f"[TOOL_CALLS]weather{ARGUED}[TOOL_CALLS]weather[CALL_ID]123456789[ARGS]{ARGUED}", "", 2),
+    ],
+    LLAMA: [
+        (f'{{"name": "weather", "parameters": {ARGUED}}}', "", 1),
+        (f'\n<|python_tag|>{{"type": "function", "name": "weather", "parameters": {ARGUED}}}', "", 1),
+        (f'{{"name": "weather", "parameters": {ARGUED}}}; {{"name": "weather", "parameters": {ARGUED}}}', "", 2),
+        (f'I call.<|python_tag|>{{"name": "weather", "parameters": {ARGUED}}}', "I call.", 1),
+    ],
+}
+
+
+@pytest.mark.parametrize(("family", "text", "content", "calls"), [(f, *case) for f in CALLS for case in CALLS[f]])
+def test_calls(family, text, content, calls):
+    found = every_cut(lambda: PARSERS[family](["weather"]), text)
+    assert found == ("", content, [("weather", ARGUED)] * calls)
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_a_call_without_arguments(family):
+    text = {
+        HERMES: '<tool_call>{"name": "f"}</tool_call>',
+        MISTRAL: '[TOOL_CALLS][{"name": "f"}]',
+        LLAMA: '{"name": "f"}',
+    }
+    assert every_cut(lambda: PARSERS[family](["f"]), text[family]) == ("", "", [("f", "{}")])
+
+
+NO_CALLS = {
+    HERMES: [
+        *("plain", "a <tool_cal", "<tool_call>not json</tool_call>", '<tool_call>{"name": 3}', "<tool_call>"),
+        *('{"name": "f"}', '<tool_call>{"arguments": {}}</tool_call>', "ends in space ", '<tool_call>{"name": "f'),
+        "<tool_call>}",
+    ],
+    MISTRAL: [
+        *("[TOOL_CALLS]", "[TOOL_CALLS][]", "[TOOL_CALLS]name only", "[TOOL", "[TOOL_CALLS][3]", "[TOOL_CALLS]{}"),
+    ],
+    LLAMA: [
+        *('{"name": "unknown", "parameters": {}}', '{"a": 1}', "{", 'no {"name": "f"}', "{]", '{"name": "f'),
+        "<|python_tag|>print()",
+    ],
+}
+
+
+@pytest.mark.parametrize(("family", "text"), [(family, text) for family in NO_CALLS for text in NO_CALLS[family]])
+def test_text_that_is_not_a_call_is_content(family, text):
+    assert every_cut(lambda: PARSERS[family](["f"]), text) == ("", text, [])
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_arguments_are_streamed(family):
+    """The name is told before the arguments, and the arguments before they end."""
+    parser, told = PARSERS[family](["weather"]), []
+    text = CALLS[family][0][0]
+    for position, letter in enumerate(text):
+        told += [(piece.kind, position) for piece in parser.feed(letter)]
+    ended = text.index("1500") if "1500" in text else len(text)
+    assert told[0][0] == CALL
+    assert sum(kind == ARGUMENTS and position < ended for kind, position in told) > 10
+
+
+def test_an_answer_that_is_cut_within_the_arguments():
+    text = '<tool_call>{"name": "f", "arguments": {"a": "b'
+    assert every_cut(lambda: PARSERS[HERMES](["f"]), text) == ("", "", [("f", '{"a": "b')])
+
+
+@given(st.sampled_from(sorted(CALLS)), st.text('[]{}"\\:, ab<|>/', max_size=30), st.lists(st.integers(1, 99)))
+def test_any_text(family, text, cuts):
+    marker = PARSERS[family].start
+    known = ["a"]
+    for answer in (
+        text,
+        marker + text,
+        marker + '{"name": "a", "arguments": {' + text,
+        '{"name":"a","parameters":' + text,
+    ):
+        found = parse(PARSERS[family](known), answer)
+        assert parse(PARSERS[family](known), answer, cuts) == found
+        if not found[2] and not (family == MISTRAL and marker in answer):
+            assert found[1].replace(" ", "") == answer.replace(" ", "")
+
+
+TEMPLATES = [
+    ("{% if tools %}<tool_call>{% endif %}", HERMES),
+    ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]", MISTRAL),
+    ('{% if tools %}{"name": function name, "parameters": dictionary}{% endif %}', LLAMA),
+    ("{{ messages }}", None),
+    ("{% if tools %}something else{% endif %}", None),
+]
+
+
+@pytest.mark.parametrize(("template", "family"), TEMPLATES)
+def test_families(template, family):
+    assert detect_family(template) == family
+
+
+def test_ids():
+    assert re.fullmatch("[A-Za-z0-9]{9}", new_call_id(MISTRAL))
+    assert len({new_call_id(HERMES) for _ in range(100)}) == 100
+
+
+THINK = find_markers("{{ '<think>' }}</think>")
+THOUGHTS = [
+    (False, "<think>\nHm. < b\n</think>\n\nYes.", "Hm. < b", "Yes."),
+    (False, "\n<think>a</think>b</think>", "a", "b</think>"),
+    (False, "<think></think>b", "", "b"),
+    (False, "<think>never ends ", "never ends ", ""),
+    (False, " <thin air", "", " <thin air"),
+    (False, "<thi", "", "<thi"),
+    (False, "no <think>a</think>", "", "no <think>a</think>"),
+    (False, "", "", ""),
+    (True, "\nHm.\n</think>\n\nYes.\n", "Hm.", "Yes.\n"),
+    (True, "a</thin", "a</thin", ""),
+    (True, "</think>Yes", "", "Yes"),
+]
+
+
+@pytest.mark.parametrize(("opened", "text", "thought", "content"), THOUGHTS)
+def test_thoughts(opened, text, thought, content):
+    assert every_cut(lambda: ReasoningParser(THINK, opened), text) == (thought, content, [])
+
+
+def test_markers_and_prompts():
+    assert find_markers("plain") is None
+    assert find_markers("plain", ["</think>"]) == THINK
+    assert find_markers("[/THINK]").start == "[THINK]"
+    assert [prompt_state(end, THINK) for end in ("a<think>\n", "<think>\n\n</think>\n\n", "a")] == [
+        "opened",
+        "closed",
+        "free",
+    ]
+
+
+def test_text_that_waits():
+    assert held_back("abc", "</think>") == 0
+    assert held_back("abc </thi", "</think>") == 6
+    assert held_back("abc \n", "</think>") == 2
+    assert held_back("[", "[TOOL]", "[/THINK]") == 1

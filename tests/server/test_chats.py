@@ -1,0 +1,359 @@
+"""Chats and completions through the application, with openai's client and in raw HTTP."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytest.importorskip("llguidance")
+openai = pytest.importorskip("openai")
+
+from starlette.testclient import TestClient  # noqa: E402
+
+from .scripted import CHATML, END, echo, events, last_message, running, scripted_application  # noqa: E402
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+TIME = {"type": "function", "function": {"name": "time"}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+def reply(prompt: str) -> str:
+    """Answer as a model with tools and thoughts does."""
+    said = last_message(prompt)
+    if "<|im_start|>tool\n" in prompt:
+        return f"It is {said}."
+    if said == "weather?":
+        return f"Let me see.\n{CALL}\n{CALL.replace('Oslo', 'Rome')}"
+    if said.startswith("think"):
+        return "<think>\nHm.\n</think>\n\nYes."
+    return said
+
+
+@pytest.fixture(scope="module")
+def client():
+    with scripted_application(reply) as application, running(application) as server:
+        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def http():
+    with scripted_application(reply) as application, TestClient(application.asgi) as http:
+        http.application = application
+        yield http
+
+
+def say(text, **more):
+    return {"model": "any", "messages": [{"role": "user", "content": text}], **more}
+
+
+def test_a_chat(client):
+    answer = client.chat.completions.create(**say("Hallo, Ünïcode 🦆!"))
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", "Hallo, Ünïcode 🦆!")
+    assert choice.finish_reason == "stop"
+    assert answer.object == "chat.completion"
+    assert answer.model == "scripted"
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.usage.completion_tokens == len("Hallo, Ünïcode 🦆!".encode()) + 1  # and the end token
+
+
+def test_a_chat_in_a_stream(client):
+    stream = client.chat.completions.create(**say("Hi 🦆", stream=True, stream_options={"include_usage": True}))
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "Hi 🦆"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == "stop"
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 8
+
+
+def test_a_conversation_with_tools(client):
+    messages = [{"role": "user", "content": "weather?"}]
+    answer = client.chat.completions.create(model="any", messages=messages, tools=[WEATHER]).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert answer.message.content == "Let me see."
+    calls = answer.message.tool_calls
+    assert [(call.function.name, json.loads(call.function.arguments)["city"]) for call in calls] == [
+        ("weather", "Oslo"),
+        ("weather", "Rome"),
+    ]
+    assert calls[0].id != calls[1].id
+    messages += [
+        answer.message,
+        {"role": "tool", "tool_call_id": calls[0].id, "content": "cold"},
+        {"role": "tool", "tool_call_id": calls[1].id, "content": [{"type": "text", "text": "hot"}]},
+    ]
+    final = client.chat.completions.create(model="any", messages=messages, tools=[WEATHER]).choices[0]
+    assert (final.message.content, final.finish_reason, final.message.tool_calls) == ("It is hot.", "stop", None)
+
+
+def test_tool_calls_in_a_stream(client):
+    names, arguments = {}, {}
+    with client.chat.completions.stream(**say("weather?", tools=[WEATHER])) as stream:
+        for chunk in stream:
+            for call in (chunk.chunk.choices[0].delta.tool_calls or []) if chunk.type == "chunk" else []:
+                names[call.index] = names.get(call.index, "") + (call.function.name or "")
+                arguments.setdefault(call.index, []).append(call.function.arguments)
+    assert names == {0: "weather", 1: "weather"}
+    assert "".join(arguments[1]) == '{"city": "Rome"}'
+    assert len(arguments[0]) > 5
+    final = stream.get_final_completion().choices[0]
+    assert final.finish_reason == "tool_calls"
+    assert final.message.tool_calls[0].function.arguments == '{"city": "Oslo"}'
+
+
+def test_only_one_call(client):
+    for stream in (False, True):
+        made = client.chat.completions.create(
+            **say("weather?", tools=[WEATHER], parallel_tool_calls=False, stream=stream)
+        )
+        calls = (
+            [call for chunk in made for call in chunk.choices[0].delta.tool_calls or [] if call.id]
+            if stream
+            else made.choices[0].message.tool_calls
+        )
+        assert len(calls) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [("required", {"weather", "time"}), ({"type": "function", "function": {"name": "time"}}, {"time"})],
+)
+def test_calls_that_must_be_made(client, choice, names, stream):
+    """The model would answer with text, but the grammar leaves it only calls."""
+    asked = say("hello", tools=[WEATHER, TIME], tool_choice=choice, max_tokens=200, stream=stream, temperature=0)
+    made = client.chat.completions.create(**asked)
+    if stream:
+        found = [chunk.choices[0].delta for chunk in made]
+        name = next(delta.tool_calls[0].function.name for delta in found if delta.tool_calls)
+        assert not any(delta.content for delta in found)
+    else:
+        name = made.choices[0].message.tool_calls[0].function.name
+        assert made.choices[0].message.content is None
+    assert name in names
+
+
+def test_tool_choice_none_shows_no_tools(http):
+    answer = http.post("/v1/chat/completions", json=say("weather?", tools=[WEATHER], tool_choice="none")).json()
+    assert answer["choices"][0]["message"]["content"].endswith(CALL.replace("Oslo", "Rome"))
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.fixture(scope="module")
+def thinking():
+    application = scripted_application(reply, template=CHATML + "{# </think> #}")
+    with application as opened, TestClient(opened.asgi) as http:
+        yield http
+
+
+def test_thoughts(thinking):
+    message = thinking.post("/v1/chat/completions", json=say("think")).json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
+    found = events(thinking.post("/v1/chat/completions", json=say("think", stream=True)).text)[:-1]
+    deltas = [one["choices"][0]["delta"] for one in found]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."
+    assert "".join(delta.get("content", "") for delta in deltas) == "Yes."
+
+
+def test_thinking_can_be_turned_off(thinking):
+    asked = say("hello", chat_template_kwargs={"enable_thinking": False})
+    ids = thinking.post("/tokenize", json=asked).json()["tokens"]
+    assert thinking.post("/detokenize", json={"tokens": ids}).json()["prompt"].endswith("<think>\n\n</think>\n\n")
+
+
+def test_thoughts_before_a_structured_answer(thinking):
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    asked = say("think", response_format=form, temperature=0)
+    message = thinking.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]
+    assert message["reasoning_content"] == "Hm."
+    assert json.loads(message["content"]) == {"a": 1}
+
+
+def test_thoughts_before_a_call_that_must_be_made(thinking):
+    asked = say("think", tools=[TIME], tool_choice="required", max_tokens=300, temperature=0)
+    message = thinking.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]
+    assert message["reasoning_content"] == "Hm."
+    assert message["tool_calls"][0]["function"]["name"] == "time"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_structured_answers(client, stream):
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["Ada", "Bob"]}, "age": {"type": "integer", "minimum": 10, "maximum": 99}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
+    made = client.chat.completions.create(**say("who?", response_format=form, stream=stream, temperature=0))
+    text = (
+        "".join(chunk.choices[0].delta.content or "" for chunk in made) if stream else made.choices[0].message.content
+    )
+    person = json.loads(text)
+    assert person["name"] in ("Ada", "Bob")
+    assert 10 <= person["age"] <= 99
+
+
+def test_a_json_object(http):
+    asked = {"prompt": '{"a": 1}' * 3, "response_format": {"type": "json_object"}, "max_tokens": 300}
+    answer = http.post("/v1/completions", json=asked).json()["choices"][0]
+    assert answer["text"].startswith("{")
+
+
+def test_strict_tools_with_auto(http):
+    """Text is free, but a call that begins must follow the schema: the model's own name of the city is not in it."""
+    tool = json.loads(json.dumps(WEATHER))
+    tool["function"] |= {"strict": True}
+    tool["function"]["parameters"]["properties"]["city"] = {"enum": ["Paris"]}
+    answer = http.post("/v1/chat/completions", json=say("weather?", tools=[tool], temperature=0, max_tokens=300)).json()
+    message = answer["choices"][0]["message"]
+    assert message["content"].startswith("Let me see.")
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"city": "Paris"}
+
+
+def test_log_probabilities_of_a_chat(client):
+    answer = client.chat.completions.create(**say("é!", logprobs=True, top_logprobs=3))
+    found = answer.choices[0].logprobs.content
+    assert [bytes(one.bytes) for one in found] == [b"\xc3", b"\xa9", b"!", END.encode()]
+    assert found[2].token == "!"
+    assert all(-1e-6 < one.logprob <= 0 for one in found)
+    assert [len(one.top_logprobs) for one in found] == [3] * 4
+    assert found[2].top_logprobs[0].token == "!"
+    chunks = client.chat.completions.create(**say("é!", logprobs=True, stream=True))
+    streamed = [
+        one
+        for chunk in chunks
+        for one in (chunk.choices[0].logprobs or found[:0]) and chunk.choices[0].logprobs.content
+    ]
+    assert [one.bytes for one in streamed] == [one.bytes for one in found]
+
+
+def test_completions(client):
+    answer = client.completions.create(model="any", prompt="aaaa", max_tokens=3)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("aaa", "length")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 3)
+    assert len(client.completions.create(model="any", prompt="aaaa").choices[0].text) == 16
+
+
+def test_completions_of_several_prompts(client):
+    prompts = ["aa", "bb", "cc"]
+    answer = client.completions.create(model="any", prompt=prompts, n=2, max_tokens=2)
+    assert [(one.index, one.text) for one in answer.choices] == [
+        (0, "aa"), (1, "aa"), (2, "bb"), (3, "bb"), (4, "cc"), (5, "cc")
+    ]  # fmt: skip
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6, 12)
+    texts = dict.fromkeys(range(6), "")
+    for chunk in client.completions.create(model="any", prompt=prompts, n=2, max_tokens=2, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert list(texts.values()) == ["aa", "aa", "bb", "bb", "cc", "cc"]
+
+
+def test_completions_of_tokens(http):
+    ids = http.post("/tokenize", json={"prompt": "zz"}).json()["tokens"]
+    for prompt, count in ((ids, 1), ([ids, ids], 2)):
+        answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2}).json()
+        assert [one["text"] for one in answer["choices"]] == ["zz"] * count
+
+
+def test_log_probabilities_of_completions(http):
+    asked = {"prompt": "ab", "max_tokens": 3, "logprobs": 2}
+    found = http.post("/v1/completions", json=asked).json()["choices"][0]["logprobs"]
+    assert found["tokens"] == ["b", "b", "b"]
+    assert found["text_offset"] == [0, 1, 2]
+    assert [len(one) for one in found["top_logprobs"]] == [2] * 3
+    chunks = events(http.post("/v1/completions", json={**asked, "stream": True}).text)[:-1]
+    streamed = [one["choices"][0]["logprobs"] for one in chunks]
+    assert [offset for one in streamed for offset in one["text_offset"]] == [0, 1, 2]
+    assert [value for one in streamed for value in one["token_logprobs"]] == found["token_logprobs"]
+
+
+def test_stop_strings(http):
+    for stop, text in (("ll", "He"), (["zz", "o w"], "Hell"), ([], "Hello world")):
+        answer = http.post("/v1/chat/completions", json=say("Hello world", stop=stop)).json()["choices"][0]
+        assert (answer["message"]["content"], answer["finish_reason"]) == (text, "stop")
+
+
+def test_logit_bias_and_penalties_reach_the_engine(http):
+    token = http.post("/tokenize", json={"prompt": "q"}).json()["tokens"][0]
+    asked = {"prompt": "aa", "max_tokens": 4, "logit_bias": {str(token): 100}}
+    assert http.post("/v1/completions", json=asked).json()["choices"][0]["text"] == "qqqq"
+    penalized = {"prompt": "aa", "max_tokens": 4, "repetition_penalty": 10, "temperature": 0}
+    assert http.post("/v1/completions", json=penalized).json()["choices"][0]["text"] == "aaaa"  # 40 / 10 is still most
+
+
+def test_seeds(http):
+    asked = {"prompt": "aa", "max_tokens": 32, "temperature": 2, "logit_bias": {str(token): 38 for token in range(60)}}
+
+    def text(seed, **more):
+        found = http.post("/v1/completions", json={**asked, "seed": seed, **more}).json()["choices"]
+        return [one["text"] for one in found]
+
+    assert text(1) == text(1) != text(2)
+    first, second = text(1, n=2)
+    assert first == text(1)[0] != second
+
+
+def test_defaults_come_from_the_models_folder():
+    bias = {str(token): 38 for token in range(60)}
+    with scripted_application(sampling={"temperature": 0.0}) as application, TestClient(application.asgi) as http:
+        asked = {"prompt": "zz", "max_tokens": 32, "logit_bias": bias}
+        assert http.post("/v1/completions", json=asked).json()["choices"][0]["text"] == "z" * 32
+        text = http.post("/v1/completions", json={**asked, "temperature": 2}).json()["choices"][0]["text"]
+        assert text != "z" * 32
+
+
+def test_a_shared_prefix_is_computed_once(http):
+    text = "A long preface. " * 20
+    for _ in range(2):
+        usage = http.post("/v1/chat/completions", json=say(text, max_tokens=2)).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 17
+
+
+def test_tokenize(http):
+    found = http.post("/tokenize", json={"prompt": "é", "return_token_strs": True}).json()
+    assert (found["count"], found["token_strs"], found["max_model_len"]) == (2, ["Ã", "©"], 2048)
+    assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "é"}
+    chat = http.post("/tokenize", json=say("x", tools=[WEATHER])).json()["tokens"]
+    text = http.post("/detokenize", json={"tokens": chat}).json()["prompt"]
+    assert '"description": "The weather of a city"' in text
+    assert text.endswith("<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n")
+    without = http.post("/tokenize", json=say("x", add_generation_prompt=False)).json()["tokens"]
+    assert http.post("/detokenize", json={"tokens": without}).json()["prompt"] == "<|im_start|>user\nx<|im_end|>\n"
+
+
+def test_n_chats_in_a_stream(http):
+    chunks = events(http.post("/v1/chat/completions", json=say("Hi", n=3, stream=True)).text)[:-1]
+    texts = dict.fromkeys(range(3), "")
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["delta"].get("content", "")
+    assert list(texts.values()) == ["Hi"] * 3
+    assert all(math.isfinite(chunk["created"]) for chunk in chunks)
+
+
+def test_a_folder_without_a_template():
+    with scripted_application(template=None) as application, TestClient(application.asgi) as http:
+        refused = http.post("/v1/chat/completions", json=say("x"))
+        assert refused.status_code == 400
+        assert "/v1/completions" in refused.json()["error"]["message"]
+
+
+def test_tools_that_a_model_cannot_call():
+    template = "{{ messages[0].content }}<|im_start|>assistant\n"
+    with scripted_application(echo, template=template) as application, TestClient(application.asgi) as http:
+        refused = http.post("/v1/chat/completions", json=say("x", tools=[TIME]))
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
