@@ -216,6 +216,18 @@ def test_an_error_of_a_grammar_ends_its_request_alone(engine: Engine, grammar: D
     check_idle(engine)
 
 
+def test_a_grammar_that_fails_leaves_other_rows_their_logits(engine: Engine, model: SmallModel) -> None:
+    gate = Gate(model)
+    first = engine.submit(Request(tokens(5, 5), 1, GREEDY))
+    gate.wait_for_step()
+    bad = engine.submit(Request(tokens(0, 20), 50, GREEDY, grammar=BadMask()))
+    good = [engine.submit(Request(tokens(seed, 20), 8, GREEDY)) for seed in (1, 2)]  # in the same step
+    gate.open()
+    assert collect(bad)[0][-1].error == "no mask today" and collect(first)
+    for stream in good:
+        assert answer_tokens(collect(stream)[0]) == answer(stream.request)
+
+
 def test_cancel_a_running_and_a_waiting_request(engine: Engine, model: SmallModel) -> None:
     gate = Gate(model)
     running = engine.submit(Request(tokens(0, 20), 300, GREEDY, n=8))
