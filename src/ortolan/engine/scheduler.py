@@ -115,7 +115,9 @@ class Scheduler:
         self._deferred = 0
         self._schedule_decoding()
         self._schedule_prompts()
-        return self._plan() if self._counts else None
+        plan = self._plan() if self._counts else None
+        self._counts = {}  # the plan's from now on: it does not change when its sequences end
+        return plan
 
     def complete(self, plan: Plan) -> None:
         """Count the tokens of a step as stored, and let other sequences find blocks that became full.
