@@ -16,6 +16,7 @@ def check_step(scheduler: Scheduler, plan: Plan, budget: int) -> None:
     """No block of the step is written that another sequence uses or can find; none is left out of the table."""
     step = plan.step
     assert 0 < len(step.input_ids) <= budget
+    assert scheduler._left == budget - len(step.input_ids)  # also after preemptions
     assert step.block_table.shape[1] % 8 == 0
     assert step.sequence_starts[-1] == len(step.input_ids)
     written: set[int] = set()

@@ -216,6 +216,18 @@ def test_an_error_of_a_grammar_ends_its_request_alone(engine: Engine, grammar: D
     check_idle(engine)
 
 
+def test_a_grammar_that_fails_leaves_other_rows_their_logits(engine: Engine, model: SmallModel) -> None:
+    gate = Gate(model)
+    first = engine.submit(Request(tokens(5, 5), 1, GREEDY))
+    gate.wait_for_step()
+    bad = engine.submit(Request(tokens(0, 20), 50, GREEDY, grammar=BadMask()))
+    good = [engine.submit(Request(tokens(seed, 20), 8, GREEDY)) for seed in (1, 2)]  # in the same step
+    gate.open()
+    assert collect(bad)[0][-1].error == "no mask today" and collect(first)
+    for stream in good:
+        assert answer_tokens(collect(stream)[0]) == answer(stream.request)
+
+
 def test_cancel_a_running_and_a_waiting_request(engine: Engine, model: SmallModel) -> None:
     gate = Gate(model)
     running = engine.submit(Request(tokens(0, 20), 300, GREEDY, n=8))
@@ -265,16 +277,20 @@ def test_a_full_queue_refuses_and_tells_when_to_come_back(model: SmallModel) -> 
 
 
 def test_an_error_of_the_model_ends_the_requests_of_the_step(engine: Engine, model: SmallModel) -> None:
-    failures = iter([False, True])
+    gate = Gate(model)
+    streams = [engine.submit(Request(tokens(seed, 20), 30, GREEDY)) for seed in range(3)]
+    gate.wait_for_step()
 
     def fail(step: Step) -> None:
-        if next(failures, False):
+        if len(step.past_lengths) == 3 and step.past_lengths.min() >= 20:
             raise MemoryError("no memory\nfor this step")
 
     model.check = fail
-    outputs = collect(engine.submit(Request(tokens(0, 20), 30, GREEDY)))[0]
-    assert (outputs[-1].finish_reason, outputs[-1].error) == ("error", "the model failed: no memory for this step")
-    assert len(outputs) == 2
+    gate.open()
+    for stream in streams:
+        outputs = collect(stream)[0]
+        assert (outputs[-1].finish_reason, outputs[-1].error) == ("error", "the model failed: no memory for this step")
+        assert len(outputs) > 1
     request = Request(tokens(0, 20), 5, GREEDY)
     assert answer_tokens(collect(engine.submit(request))[0]) == answer(request)
     check_idle(engine)

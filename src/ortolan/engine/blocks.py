@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
 from hashlib import blake2b
-
-import numpy as np
 
 from .step import BLOCK_TOKENS
 
@@ -119,15 +117,15 @@ class BlockHasher:
     def __init__(self) -> None:
         self._key = os.urandom(32)
 
-    def extend(self, hashes: list[bytes], tokens: Sequence[int], blocks: int) -> None:
+    def extend(self, hashes: list[bytes], tokens: array[int], blocks: int) -> None:
         """Append hashes until there are those of the first `blocks` blocks of tokens."""
         parent = hashes[-1] if hashes else b""
         key = self._key
         done = len(hashes)
         if done >= blocks:
             return
-        data = np.array(tokens[done * BLOCK_TOKENS : blocks * BLOCK_TOKENS], np.int64).tobytes()
-        size = BLOCK_TOKENS * 8
+        data = tokens[done * BLOCK_TOKENS : blocks * BLOCK_TOKENS].tobytes()
+        size = BLOCK_TOKENS * tokens.itemsize
         for start in range(0, len(data), size):
             parent = blake2b(parent + data[start : start + size], digest_size=16, key=key).digest()
             hashes.append(parent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from dataclasses import dataclass
 
@@ -13,9 +14,9 @@ from .sequence import Sequence, State, blocks_of
 from .step import BLOCK_TOKENS, COLUMNS, Step
 from .waiting import WaitingQueue
 
-_MOST_DEFERRED = 64  # sequences that are looked at in a step though they wait for others
+_MOST_DEFERRED = 16  # sequences that are looked at in a step though they wait for others
 _LONG_STEPS = 4  # a prompt that fills more steps than this leaves half of each to other sequences
-_HASHED = 64  # blocks of a prompt that are hashed at once
+_HASHED = 32  # blocks of a prompt that are hashed at once
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -114,7 +115,9 @@ class Scheduler:
         self._deferred = 0
         self._schedule_decoding()
         self._schedule_prompts()
-        return self._plan() if self._counts else None
+        plan = self._plan() if self._counts else None
+        self._counts = {}  # the plan's from now on: it does not change when its sequences end
+        return plan
 
     def complete(self, plan: Plan) -> None:
         """Count the tokens of a step as stored, and let other sequences find blocks that became full.
@@ -163,9 +166,7 @@ class Scheduler:
                 candidate = next(candidates, None) if self._start(candidate) else None
             # A waiting sequence may have taken the blocks of this one.
             if sequence.state is State.RUNNING and self._has_budget():
-                has_others = candidate is not None or sequence is not prompts[-1]
-                if not self._add_chunk(sequence, has_others):
-                    candidate = None  # none may start before sequences that run have their blocks
+                self._add_chunk(sequence, candidate is not None or sequence is not prompts[-1])
         while candidate is not None and self._has_budget():
             candidate = next(candidates, None) if self._start(candidate) else None
 
@@ -213,7 +214,8 @@ class Scheduler:
             sequence.cached = sequence.computed
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += sequence.computed
-        return self._add_chunk(sequence, len(self.waiting) > 0)
+        self._add_chunk(sequence, len(self.waiting) > 0)
+        return True
 
     def _room(self, hits: list[int]) -> int:
         """Return the blocks that a new sequence may use, if it adopts cached blocks and leaves running ones theirs."""
@@ -221,20 +223,19 @@ class Scheduler:
         adopted = sum(pool.references(block) == 0 for block in hits)
         return pool.available - adopted - sum(_demand(one) for one in self.running)
 
-    def _add_chunk(self, sequence: Sequence, has_others: bool) -> bool:
+    def _add_chunk(self, sequence: Sequence, has_others: bool) -> None:
         """Add a chunk of a running sequence to the step, which ends at the end of a block if it is not the last one.
+
+        The chunk is smaller, or missing, if older sequences have the blocks.
 
         Args:
             sequence: The sequence.
             has_others: Other sequences could use the rest of the budget.
-
-        Returns:
-            False if blocks are missing.
         """
         if sequence.computed == sequence.blocks * BLOCK_TOKENS:
             self._adopt(sequence, self._cached_blocks(sequence))
             if self._is_pending(sequence, sequence.blocks):
-                return True
+                return
         computed = sequence.computed
         left = self._left
         if len(sequence.tokens) - computed > _LONG_STEPS * self._budget and left >= 2 * BLOCK_TOKENS and has_others:
@@ -246,11 +247,9 @@ class Scheduler:
         needed = blocks_of(end) - sequence.blocks
         while pool.available < needed and self.running[-1] is not sequence:
             self._preempt(self.running[-1])
-        is_short = pool.available < needed
-        if is_short:
-            end = min(end, (sequence.blocks + pool.available) * BLOCK_TOKENS)
-            if end <= computed:
-                return False
+        end = min(end, (sequence.blocks + pool.available) * BLOCK_TOKENS)
+        if end <= computed:
+            return
         for _ in range(blocks_of(end) - sequence.blocks):
             self._append_block(sequence, pool.allocate())
         self._counts[sequence] = end - computed
@@ -258,7 +257,6 @@ class Scheduler:
         self._has_chunk = True
         self._hasher.extend(sequence.hashes, sequence.tokens, end // BLOCK_TOKENS)
         self._pending.update(sequence.hashes[computed // BLOCK_TOKENS : end // BLOCK_TOKENS])
-        return not is_short
 
     def _cached_blocks(self, sequence: Sequence) -> list[int]:
         """Return the blocks of the prefix cache that hold the next tokens of a sequence."""
@@ -319,7 +317,7 @@ class Scheduler:
         starts = np.zeros(len(counts) + 1, np.int64)
         np.cumsum(lengths, out=starts[1:])
         past = np.array([one.computed for one in sequences], np.int64)
-        ids: list[int] = []
+        ids = array("q")
         rows: list[Sequence] = []
         row_indices: list[int] = []
         widest = 1
@@ -339,7 +337,7 @@ class Scheduler:
         table = self._table[:, :columns].take([one.slot for one in sequences], axis=0)
         positions = np.arange(len(ids), dtype=np.int64)
         positions += np.repeat(past - starts[:-1], lengths)
-        step = Step(np.array(ids, np.int64), positions, starts, past, table, np.array(row_indices, np.int64))
+        step = Step(np.array(ids), positions, starts, past, table, np.array(row_indices, np.int64))
         return Plan(step, counts, rows)
 
 

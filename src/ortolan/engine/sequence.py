@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from enum import Enum
 
 from .step import BLOCK_TOKENS
@@ -19,7 +20,7 @@ class Sequence:
     """The tokens of one choice of a request, and how many of them the pools hold.
 
     Attributes:
-        tokens: Prompt and answer.
+        tokens: Prompt and answer. An array, because the garbage collector would visit each element of a list.
         priority: The priority of the request.
         client: The client of the request.
         computed: The number of tokens whose keys and values are stored.
@@ -46,7 +47,7 @@ class Sequence:
     )
 
     def __init__(self, prompt: tuple[int, ...], priority: int = 0, client: str = "") -> None:
-        self.tokens = list(prompt)
+        self.tokens = array("q", prompt)
         self.priority = priority
         self.client = client
         self.state = State.WAITING
