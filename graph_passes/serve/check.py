@@ -14,8 +14,9 @@ from ortolan.progress import Stage
 from ..find.head import LOGITS
 from ..measure.feeds import Feeds, read_calibration
 from ..measure.sessions import open_quietly, run_session
+from ..operators.paged_attention_function import BLOCK_TOKENS
 from ..passes.context import PassContext
-from .form import BLOCK_TOKENS, POOL, to_serving_form
+from .form import POOL, to_serving_form
 
 _MIN_COSINE = 0.99  # of the logits, averaged over tokens; pools round keys and values to bfloat16
 _MOST_TOKENS = 64
