@@ -133,7 +133,7 @@ def test_packed_queries(changes: dict[str, Any], uses: Any) -> None:
 
 
 @pytest.mark.parametrize("uses", [uses_of, all_uses_of])
-@pytest.mark.parametrize("by_heads", [{"query", "key", "value"}, {"query", "key"}, {"value"}, {"key"}], ids=str)
+@pytest.mark.parametrize("by_heads", [("query", "key", "value"), ("query", "key"), ("value",), ("key",)], ids=str)
 def test_operands_by_heads(by_heads: set[str], uses: Any) -> None:
     Both(uses=uses, by_heads=frozenset(by_heads), **ROTARY["half"]).check()
 
@@ -145,7 +145,7 @@ def test_every_opset(opset: int) -> None:
 
 
 @pytest.mark.parametrize("uses", [uses_of, all_uses_of])
-@pytest.mark.parametrize("changes", [{}, {"packed": True}, {"by_heads": frozenset(OPERANDS)}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"packed": True}, {"by_heads": frozenset(OPERANDS)}], ids=["by rows", "packed", "by heads"])
 @pytest.mark.parametrize("blocks", [0, 3])
 def test_calls_without_tokens_or_sequences(changes: dict[str, Any], blocks: int, uses: Any) -> None:
     both = Both(uses=uses, blocks=blocks, sinks=True, rotary=10, **changes)

@@ -96,7 +96,7 @@ def test_other_sequences_change_nothing(case: str, threads: int) -> None:
 @pytest.mark.parametrize(
     "layout",
     [{"packed": True}, {"by_heads": frozenset({"query", "key", "value"})}, {"by_heads": frozenset({"key"})}],
-    ids=str,
+    ids=["packed", "by heads", "key by heads"],
 )
 def test_layouts_of_the_operands_give_the_same_bits(case: str, layout: dict[str, Any]) -> None:
     """A packed query, and operands by heads, in chunks of two sequences."""
