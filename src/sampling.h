@@ -28,7 +28,7 @@ struct SamplingOptions {
 
 constexpr double kGreedyTemperature = 1e-6;        // dividing by smaller values would overflow
 constexpr double kLargestTemperature = 1e6;        // larger values are reduced to it; the distribution is uniform
-constexpr int64_t kMostTokens = int64_t{1} << 19;  // of a vocabulary: sums of 2^19 weights of 44 bits fit 64 bits
+constexpr int64_t kMostTokens = int64_t{1} << 19;  // of a vocabulary: 2^19 integers of 44 bits sum to less than 2^64
 
 // Returns what is wrong with the options, or an empty string.
 std::string ValidateSampling(const SamplingOptions& options);

@@ -244,12 +244,20 @@ class WideGroups {
     const auto terms = panels.at[0].template RowTermsOf<kBlock>(0);
     const Activation* x = panels.at[0].X(0) + kFourRows * Weights::kRowInputs * first;
     Stream streams[] = {panels.at[0].stream, panels.at[1].stream, panels.at[2].stream};
+    // Each half of the block prefetches half of the next panels, a share with each group.
+    const int64_t panel_bytes = panels.at[1].stream.values - panels.at[0].stream.values;
+    const int64_t share = panel_bytes / (2 * layer.groups);
+    int64_t ahead = kWidePanels * panel_bytes + (first == 0 ? 0 : panel_bytes / 2);
+    if (first == 0) {
+      for (const Panel& p : panels.at) p.scales.Prefetch(kWidePanels * layer.groups, (kWidePanels + 1) * layer.groups);
+    }
     alignas(64) float totals[kWidePanels][kLongRows][kPanelColumns];
     for (auto& of_panel : totals) {
       for (auto& total : of_panel) Columns::Store(total, Columns::Set(0.0f));
     }
     int64_t span = 0;
-    for (int64_t group = 0; group < layer.groups; ++group) {
+    for (int64_t group = 0; group < layer.groups; ++group, ahead += share) {
+      for (const Panel& p : panels.at) PrefetchLines(p.stream.values + ahead, share);
       Sums sums[kLongRows][kWidePanels];
 #pragma GCC unroll 16
       for (int r = 0; r < kLongRows; ++r) {

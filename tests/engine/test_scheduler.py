@@ -145,6 +145,18 @@ def test_clients_take_turns() -> None:
     check_answers(simulation, greedy + modest)
 
 
+def test_a_very_long_prompt_leaves_half_of_each_step_to_others() -> None:
+    simulation = Simulation(blocks=100, budget=64)
+    long = simulation.add(request(tokens(0, 1000), 1))
+    short = [simulation.add(request(tokens(seed, 30), 2)) for seed in range(1, 4)]
+    for _ in range(4):
+        simulation.step()
+    assert long.computed == 32 + 32 + 32 + 48
+    assert max(simulation.ended[one] for one in short) == 4
+    simulation.run()
+    check_answers(simulation, [long, *short])
+
+
 def test_a_large_request_does_not_starve_behind_small_ones() -> None:
     simulation = Simulation(blocks=16, sequences=8)
     for seed in range(8):
@@ -219,7 +231,7 @@ def test_nobody_waits_for_those_who_came_later(sizes: list[tuple[int, int]], blo
         sequences.append(simulation.add(request(tokens(seed, length), max_tokens)))
         simulation.step()
     simulation.run()
-    earlier = 0  # tokens of this sequence and of those before it; each step computes at least one of them
+    earlier = 0  # tokens of this sequence and earlier ones; each step computes at least one
     for sequence, (length, max_tokens) in zip(sequences, sizes, strict=True):
         earlier += length + max_tokens
         assert simulation.ended[sequence] - simulation.submitted[sequence] <= earlier

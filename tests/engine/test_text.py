@@ -93,7 +93,7 @@ def test_pieces_add_up_to_the_text(name: str, text: str, begin: str) -> None:
 @examples(300)
 @given(st.data(), st.sampled_from(["byte level", "metaspace"]), st.booleans())
 def test_any_tokens(data: st.DataObject, name: str, skip: bool) -> None:
-    """Also tokens that are no UTF-8, and special ones; without a prompt, since invalid bytes at its end change it."""
+    """Tokens that are no UTF-8 and special tokens too. There is no prompt, since invalid bytes at its end change it."""
     tokenizer = TOKENIZERS[name]()
     token = st.integers(0, tokenizer.get_vocab_size() - 1)
     answer = data.draw(st.lists(token, max_size=40))
@@ -121,6 +121,21 @@ def test_a_character_that_the_prompt_begins_and_the_answer_completes() -> None:
     tokens = tokenizer.encode("fox 東").ids
     assert len(tokens) > len(tokenizer.encode("fox ").ids) + 1
     assert stream(tokenizer, tokens[:-1], tokens[-1:], frozenset()) == "東"
+
+
+@pytest.mark.parametrize("cut", range(5))
+@pytest.mark.parametrize("begin", ["", "the fox ", "🎉", "the 🎉🎉🎉🎉"])
+def test_bytes_of_a_character_on_both_sides(begin: str, cut: int) -> None:
+    tokenizer = byte_fallback()
+    tokens = characters(tokenizer, begin + "🎉the")
+    at = len(characters(tokenizer, begin)) + cut
+    if cut == 4:
+        expected = "the"
+    elif begin or cut == 0:
+        expected = "🎉the"
+    else:  # a prompt of nothing but an incomplete character gives no context
+        expected = (4 - cut) * "�" + "the"
+    assert stream(tokenizer, tokens[:at], tokens[at:], frozenset()) == expected
 
 
 def test_an_incomplete_character_waits_and_then_ends_as_a_replacement() -> None:

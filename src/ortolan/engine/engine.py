@@ -242,7 +242,7 @@ class Engine:
             self._end(choice, "cancelled")
 
     def _receive(self) -> bool:
-        """Take over what other threads want, after waiting for work. Return False if the engine should end."""
+        """Wait for work, and start or cancel what other threads asked for. Return False if the engine should end."""
         with self._condition:
             while not (self._inbox or self._cancelled or self._active or self._stopping):
                 self._condition.wait()

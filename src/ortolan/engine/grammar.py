@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -40,8 +39,7 @@ _LIMITS = {
 # Whitespace between JSON tokens. Without a bound, small models may write spaces until max_tokens.
 _JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,64}", "lenient": False}
 _CACHED_GRAMMARS = 32
-# A token by its number. The check has other tokens, and which token it is does not change the work.
-_NUMBERED_TOKEN = re.compile(r"<\[\d+\]>")
+_MOST_MESSAGE = 300  # characters
 
 
 class GrammarTokenizer:
@@ -64,10 +62,11 @@ class GrammarTokenizer:
             OrtolanError: llguidance is missing.
         """
         if not end_tokens:
-            raise ArgumentError(
-                "end_tokens is empty, expected the tokens that end an answer, such as the tokenizer's stop"
-            )
+            raise ArgumentError("end_tokens is empty, expected the tokens that end an answer")
         llguidance = _import_llguidance()
+        added = tokenizer.get_added_tokens_decoder().values()
+        # All of them: llguidance knows tokens such as <tool_call> by name, whether they are marked as special or not.
+        self._special_tokens = sorted({token.content for token in added})
         content = json.loads(tokenizer.to_str())
         content["truncation"] = content["padding"] = None
         try:
@@ -94,9 +93,9 @@ class GrammarTokenizer:
             if (found := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
                 return found.deep_copy()
-        _check(grammar, name)
+        _check(grammar, self._special_tokens, name)
         llguidance = _import_llguidance()
-        matcher = llguidance.LLMatcher(
+        matcher: LLMatcher = llguidance.LLMatcher(
             self._tokenizer, grammar, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
         )
         if not matcher.is_error():
@@ -141,15 +140,20 @@ class TokenGrammar:
                 schema = json.loads(schema)
             except (ValueError, RecursionError) as error:
                 raise ArgumentError(f"the JSON schema is not valid JSON: {one_line(error)}") from error
-        if not isinstance(schema, (bool, dict, Mapping)):
+        if schema is False:
+            raise ArgumentError("the JSON schema is false, which no value matches")
+        if schema is not True and not isinstance(schema, Mapping):
             raise wrong_type("the JSON schema", schema, "an object or a boolean")
         try:
-            text = json.dumps(schema if isinstance(schema, (bool, dict)) else dict(schema), allow_nan=False)
+            text = json.dumps({} if schema is True else dict(schema), allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise ArgumentError(f"the JSON schema is not JSON: {one_line(error)}") from error
         _check_size("the JSON schema", text)
         matcher = _import_llguidance().LLMatcher
-        grammar = matcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
+        try:
+            grammar = matcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
+        except ValueError as error:  # nested too deeply, or a lone surrogate
+            raise ArgumentError(f"the JSON schema: {one_line(error)}") from error
         return cls._compile(grammar, "the JSON schema", tokenizer)
 
     @classmethod
@@ -176,6 +180,10 @@ class TokenGrammar:
     def from_lark(cls, grammar: str, tokenizer: GrammarTokenizer) -> TokenGrammar:
         """Return a grammar in llguidance's variant of Lark, with the start rule `start`.
 
+        Args:
+            grammar: Its text. Special tokens are written with their names, such as <|im_end|>, not with their numbers.
+            tokenizer: The model's tokenizer.
+
         Raises:
             ArgumentError: The grammar is not valid or too large.
         """
@@ -188,7 +196,7 @@ class TokenGrammar:
 
     @property
     def finished(self) -> bool:
-        """Whether the answer is complete and nothing may follow."""
+        """True if the answer is complete, so that nothing may follow."""
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     def mask(self) -> NDArray[np.uint32] | None:
@@ -207,10 +215,12 @@ class TokenGrammar:
         """Go to the state after a token.
 
         Raises:
-            ArgumentError: The token is not allowed.
+            ArgumentError: The token is not allowed, or the grammar exceeds the limits of one step.
         """
         if not self._matcher.consume_token(token):
-            raise ArgumentError(f"the grammar does not allow token {token} here: {_message(self._matcher.get_error())}")
+            raise ArgumentError(
+                f"the grammar cannot continue with token {token}: {_message(self._matcher.get_error())}"
+            )
 
     def copy(self) -> TokenGrammar:
         """Return an independent copy of this state."""
@@ -242,17 +252,18 @@ def _check_size(name: str, text: str) -> None:
         raise ArgumentError(f"{name} has {size} bytes, expected at most {MOST_GRAMMAR_BYTES}; simplify it")
 
 
-def _check(grammar: str, name: str) -> None:
+def _check(grammar: str, special_tokens: list[str], name: str) -> None:
     """Compile a grammar in another process.
 
     Raises:
         ArgumentError: The grammar has errors, or the process exceeded a limit.
-        OrtolanError: The process did not start.
+        OrtolanError: The process failed to start or to import llguidance.
     """
     try:
-        data = _NUMBERED_TOKEN.sub("<[0-255]>", grammar).encode()
+        grammar.encode()
     except UnicodeEncodeError as error:
         raise ArgumentError(f"{name} is not valid Unicode: {one_line(error)}") from error
+    data = json.dumps({"grammar": grammar, "special_tokens": special_tokens}).encode()
     limits = [f"{key}={value}" for key, value in _LIMITS.items()]
     script = str(Path(__file__).with_name("grammar_check.py"))
     # -P: otherwise modules of this folder, such as requests.py, would hide installed ones.
@@ -278,5 +289,8 @@ def _check(grammar: str, name: str) -> None:
 
 
 def _message(error: str) -> str:
-    """Return llguidance's message in one line, without its dump of the parser."""
-    return " ".join(error.split("<non-verbose/>")[0].split()) or "no allowed continuation"
+    """Return llguidance's message in one line, without its dump of the parser and long quotes of the grammar."""
+    message = " ".join(error.split("<non-verbose/>")[0].split())
+    if message.startswith("NoExtension") or not message:
+        return "no text matches it"
+    return message if len(message) <= _MOST_MESSAGE else f"{message[:_MOST_MESSAGE]} …"

@@ -36,7 +36,7 @@ class Grammar(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether the answer is complete and nothing may follow."""
+        """True if the answer is complete and nothing may follow."""
         ...
 
     def mask(self) -> NDArray[np.uint32] | None:
@@ -44,7 +44,7 @@ class Grammar(Protocol):
         ...
 
     def advance(self, token: int) -> None:
-        """Go on to the state after a token."""
+        """Change to the state after a token."""
         ...
 
     def copy(self) -> Grammar:
@@ -54,7 +54,9 @@ class Grammar(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How tokens are drawn from logits. Steps apply in this order: logit bias, grammar, penalties, and then as listed.
+    """Options for drawing tokens from logits.
+
+    They apply in this order: logit bias, grammar, penalties, temperature, top_k, top_p, min_p.
 
     Attributes:
         temperature: Divides the logits; 0 takes the likeliest token.

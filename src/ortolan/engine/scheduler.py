@@ -1,4 +1,4 @@
-"""Which tokens of which sequences run in the next step, and in which blocks."""
+"""Choice of the tokens that run in the next step, and allocation of their blocks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .step import BLOCK_TOKENS, COLUMNS, Step
 from .waiting import WaitingQueue
 
 _MOST_DEFERRED = 64  # sequences that are looked at in a step though they wait for others
+_LONG_STEPS = 4  # a prompt that fills more steps than this leaves half of each to other sequences
 _HASHED = 64  # blocks of a prompt that are hashed at once
 
 
@@ -36,9 +37,10 @@ class Scheduler:
     """Continuous batching with chunked prefill, a prefix cache, and preemption by recomputation.
 
     A step first holds one token of each sequence whose prompt is computed, then chunks of prompts, up to a budget of
-    tokens. Full blocks are shared by their hash. A sequence whose next block is being computed for another sequence in
-    the same step waits for it. When blocks run out, the sequence of the lowest priority that began last gives up its
-    blocks; it is computed again later, with what the prefix cache still holds.
+    tokens. A very long prompt leaves half of the budget to the sequences behind it. Full blocks are shared by their
+    hash. A sequence whose next block is being computed for another sequence in the same step waits for it. When blocks
+    run out, the sequence of the lowest priority that began last gives up its blocks; it is computed again later, with
+    what the prefix cache still holds.
 
     No sequence starves among others of its priority: the oldest one can take the blocks of all others, and a
     sequence that does not fit keeps those behind it in the queue from starting.
@@ -155,12 +157,15 @@ class Scheduler:
         """Fill the budget with chunks of running sequences and of waiting ones, which start, by priority."""
         candidates = self.waiting.candidates() if self._has_place() else iter(())
         candidate = next(candidates, None)
-        for sequence in [one for one in self.running if one.computed < len(one.tokens) - 1]:
+        prompts = [one for one in self.running if one.computed < len(one.tokens) - 1]
+        for sequence in prompts:
             while candidate is not None and candidate.priority < sequence.priority and self._has_budget():
                 candidate = next(candidates, None) if self._start(candidate) else None
             # A waiting sequence may have taken the blocks of this one.
-            if sequence.state is State.RUNNING and self._has_budget() and not self._add_chunk(sequence):
-                candidate = None  # none may start before sequences that run have their blocks
+            if sequence.state is State.RUNNING and self._has_budget():
+                has_others = candidate is not None or sequence is not prompts[-1]
+                if not self._add_chunk(sequence, has_others):
+                    candidate = None  # none may start before sequences that run have their blocks
         while candidate is not None and self._has_budget():
             candidate = next(candidates, None) if self._start(candidate) else None
 
@@ -208,7 +213,7 @@ class Scheduler:
             sequence.cached = sequence.computed
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += sequence.computed
-        return self._add_chunk(sequence)
+        return self._add_chunk(sequence, len(self.waiting) > 0)
 
     def _room(self, hits: list[int]) -> int:
         """Return the blocks that a new sequence may use, if it adopts cached blocks and leaves running ones theirs."""
@@ -216,8 +221,12 @@ class Scheduler:
         adopted = sum(pool.references(block) == 0 for block in hits)
         return pool.available - adopted - sum(_demand(one) for one in self.running)
 
-    def _add_chunk(self, sequence: Sequence) -> bool:
+    def _add_chunk(self, sequence: Sequence, has_others: bool) -> bool:
         """Add a chunk of a running sequence to the step, which ends at the end of a block if it is not the last one.
+
+        Args:
+            sequence: The sequence.
+            has_others: Other sequences could use the rest of the budget.
 
         Returns:
             False if blocks are missing.
@@ -227,7 +236,10 @@ class Scheduler:
             if self._is_pending(sequence, sequence.blocks):
                 return True
         computed = sequence.computed
-        end = min(len(sequence.tokens), computed + self._left)
+        left = self._left
+        if len(sequence.tokens) - computed > _LONG_STEPS * self._budget and left >= 2 * BLOCK_TOKENS and has_others:
+            left = blocks_of(left // 2) * BLOCK_TOKENS
+        end = min(len(sequence.tokens), computed + left)
         if end < len(sequence.tokens) and end // BLOCK_TOKENS * BLOCK_TOKENS > computed:
             end = end // BLOCK_TOKENS * BLOCK_TOKENS
         pool = self.pool

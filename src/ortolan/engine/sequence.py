@@ -1,4 +1,4 @@
-"""What the scheduler keeps of a sequence."""
+"""Sequences as the scheduler sees them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .step import BLOCK_TOKENS
 
 
 class State(Enum):
-    """Where a sequence is."""
+    """Place of a sequence: in the queue, in the pools, or neither."""
 
     WAITING = 0
     RUNNING = 1

@@ -53,7 +53,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What an engine did since it started, and holds now. A request of n choices counts as n sequences.
+    """Counters of an engine since it started, and its present state. A request of n choices counts as n sequences.
 
     Attributes:
         queued_sequences: Sequences that wait to start, or to continue after a preemption.

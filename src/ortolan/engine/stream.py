@@ -34,7 +34,7 @@ class Stream(Iterator[Output]):
 
     @property
     def finished(self) -> bool:
-        """Whether the last event has been put, though perhaps not yet been read."""
+        """True if the last event has been put, though perhaps not yet been read."""
         return self._open == 0
 
     def cancel(self) -> None:
@@ -43,7 +43,7 @@ class Stream(Iterator[Output]):
             self._cancel(self)
 
     def on_output(self, callback: Callable[[Output], None]) -> None:
-        """Call a function for each event instead of queueing events; first, now, for those that are queued.
+        """Call a function for each event instead of queueing events; first, now, for queued events.
 
         Later calls happen in the engine's thread and delay all sequences, so the function should only pass the event
         on, for example by `loop.call_soon_threadsafe`. If it raises, the request is cancelled.

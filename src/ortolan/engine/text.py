@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _INCOMPLETE = "�"  # what decoders write for the bytes of a character that is not complete
-_CONTEXT = 6  # tokens of the prompt before an answer; decoders look at the token before, and it may be a byte
+_CONTEXT = 6  # tokens of the prompt that an answer is decoded with; decoders look at the token before
+_CHARACTER = 4  # a character has at most this many tokens
 _MOST_PENDING = 16  # no character has more bytes; tokens beyond are invalid, and waiting for others is futile
 
 
@@ -31,9 +32,10 @@ class Detokenizer:
         """
         self._decode = tokenizer.decode
         self._special = special
-        self._window = [token for token in prompt[-_CONTEXT:] if token not in special]
-        self._before = self._text(self._window).rstrip(_INCOMPLETE)
-        self._read = len(self._window)
+        self._window: list[int] = []  # tokens that are decoded together
+        self._read = 0  # tokens of the window whose text was returned, or belongs to the prompt
+        self._before = ""  # their text
+        self._begin([token for token in prompt[-_CONTEXT - 2 * _CHARACTER :] if token not in special])
 
     def push(self, token: int) -> str:
         """Return the text that a token completes."""
@@ -60,6 +62,18 @@ class Detokenizer:
         new = self._new(self._text(self._window))
         self._read = len(self._window)
         return new
+
+    def _begin(self, prompt: list[int]) -> None:
+        """Take context from the end of a prompt, from the beginning of a character to the end of a complete one.
+
+        Tokens after it begin a character that the answer may complete. Without such a context, the answer has none.
+        """
+        for end in range(len(prompt), max(len(prompt) - _CHARACTER, 0), -1):
+            for start in range(max(end - _CONTEXT, 0), max(end - _CONTEXT - _CHARACTER, -1), -1):
+                text = self._text(prompt[start:end])
+                if _INCOMPLETE not in text:
+                    self._window, self._read, self._before = prompt[start:], end - start, text
+                    return
 
     def _new(self, text: str) -> str:
         # Byte fallback turns a whole run of bytes into U+FFFD if its end is incomplete, and so text that was returned.

@@ -118,6 +118,6 @@ class WaitingQueue:
         return self._running.get(client, 0), self._served.get(client, 0)
 
     def _forget(self, client: str) -> None:
-        """Forget a client of whom nothing waits and runs, so that memory does not grow with the clients ever seen."""
+        """Forget a client without sequences, so that memory does not grow with the clients ever seen."""
         if client not in self._running and not any(client in level.clients for level in self._levels.values()):
             self._served.pop(client, None)

@@ -53,4 +53,4 @@ async def response_grammar(body: Fields, generator: Generator, limits: Limits) -
     source = response_body(body, limits)
     if source is None:
         return None
-    return await compiled(generator, with_thoughts(source, None, "free", {}), FORMAT)
+    return await compiled(generator, with_thoughts(source, None, "free", ()), FORMAT)
