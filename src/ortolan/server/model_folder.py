@@ -1,4 +1,4 @@
-"""What a server reads from a model's folder besides the model: tokenizer, chat template, end tokens, defaults."""
+"""The files beside a decoder that a server reads: tokenizer, chat template, end tokens, defaults."""
 
 from __future__ import annotations
 

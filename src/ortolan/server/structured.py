@@ -12,7 +12,7 @@ from .fields import Fields
 from .grammars import json_grammar, with_thoughts
 
 if TYPE_CHECKING:
-    from ..engine.requests import Grammar
+    from ..engine import Grammar
     from .generation import Generator
     from .settings import Limits
 
