@@ -119,7 +119,7 @@ genai: build/testing-wheel/.built
 
 # One process, because two Ray clusters slow down each other's start. A sample skips the docs page, which starts another.
 ray: build/testing-wheel/.built
-	WORKERS=1 .ci/extra ray test-serve serving $(if $(SAMPLE),,docs/test_serving_page.py)
+	WORKERS=1 .ci/extra ray test-ray serving $(if $(SAMPLE),,docs/test_serving_page.py)
 
 # A broken link or anchor fails the build. The API is read from the sources; only the table of options imports the package.
 docs: $(VENV)/.installed

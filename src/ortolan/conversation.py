@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """How answers are drawn. None: the model's recommendation, from generation_config.json.
+    """Options of answers. None: the model's recommendation, from generation_config.json.
 
     Attributes:
         max_tokens: The most tokens of an answer. Default: what the context has room for.

@@ -427,5 +427,5 @@ def test_many_clients_at_once():
         for thread in threads:
             thread.join(120)
         assert [found[number] for number in range(40)] == texts
-        assert application.engine.stats().blocks_used == 0
-        assert application.drain.active == 0
+        wait_for(lambda: application.engine.stats().blocks_used == 0)
+        wait_for(lambda: application.drain.active == 0)

@@ -38,7 +38,7 @@ def test_tools_are_json_without_escapes_for_html():
 
 def test_what_transformers_gives_to_templates():
     assert render("{{ bos_token }}{% for m in messages %}{% break %}{% endfor %}") == "<s>"
-    assert render("{% generation %}a{% endgeneration %}{{ documents is none }}") == "aTrue"
+    assert render("{% generation %}a{% endgeneration %}{{ not documents }}") == "aTrue"
     assert render("{{ strftime_now('%Y') | length }}") == "4"
     assert render("{{ {'b': 1, 'a': 2} | tojson(indent=1, sort_keys=true) }}") == '{\n "a": 2,\n "b": 1\n}'
     assert render("{{ thinking }}", variables={"thinking": False}) == "False"

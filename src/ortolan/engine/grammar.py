@@ -65,7 +65,8 @@ class GrammarTokenizer:
             raise ArgumentError("end_tokens is empty, expected the tokens that end an answer")
         llguidance = _import_llguidance()
         added = tokenizer.get_added_tokens_decoder().values()
-        self._special_tokens = sorted({token.content for token in added if token.special})
+        # All of them: llguidance knows tokens such as <tool_call> by name, whether they are marked as special or not.
+        self._special_tokens = sorted({token.content for token in added})
         content = json.loads(tokenizer.to_str())
         content["truncation"] = content["padding"] = None
         try:

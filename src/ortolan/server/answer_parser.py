@@ -12,7 +12,7 @@ from .tool_calls import PARSERS, ToolCallParser
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """How the answers to one request are read.
+    """The form of the answers to one request.
 
     Attributes:
         thoughts: The markers of thoughts; None: the answer has none.

@@ -1,4 +1,4 @@
-"""What completions and chats do alike with the outputs of the engine."""
+"""Responses from the outputs of the engine, for completions and chats."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..engine import Output, TokenLogprobs
-from ..engine.requests import Grammar
+from ..engine import Grammar, Output, TokenLogprobs
 from ..errors import ArgumentError
 from .errors import FAILED, ApiError
 from .generation import Answer, Generator

@@ -32,7 +32,7 @@ _TEXT_ONLY = "this server answers with text"
 
 @dataclass(frozen=True)
 class _Prompt:
-    """What a chat template gets.
+    """The variables of a chat template.
 
     Attributes:
         messages: The messages.

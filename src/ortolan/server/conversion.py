@@ -31,6 +31,8 @@ def model_kind(path: Path) -> Kind:
         model = ir.load(file)
     except Exception as error:  # of protobuf and onnx_ir, which have no common type
         raise ModelError(f"model {str(file)!r} cannot be read: {error}") from None
+    if not model.graph.inputs:
+        raise ModelError(f"{str(file)!r} is not an ONNX model: it has no inputs")
     if is_serving_form(model):
         return "serving"
     cached = any((value.name or "").startswith("past_key_values.") for value in model.graph.inputs)

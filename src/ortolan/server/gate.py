@@ -1,4 +1,4 @@
-"""What every request passes: its id, the API key, limits on requests at a time, metrics, and the end of the server."""
+"""The gate of every request: its id, the API key, the limit on requests at a time, metrics, and the server's end."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Gate:
     def __init__(
         self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, drain: Drain, paths: Collection[str]
     ) -> None:
-        """Wrap an application. paths: those that metrics name; other paths have one name together."""
+        """Wrap an application. paths: the paths that metrics name; all other paths share one name."""
         self._app, self._settings, self._metrics, self._drain = app, settings, metrics, drain
         self._paths = frozenset(paths)
 

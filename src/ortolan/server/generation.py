@@ -10,8 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from ..engine import EngineClosedError, Output, QueueFullError, Request
-from ..engine.requests import Grammar
+from ..engine import EngineClosedError, Grammar, Output, QueueFullError, Request
 from ..errors import ArgumentError
 from .errors import ApiError
 from .model_folder import ModelFolder
@@ -101,7 +100,7 @@ class Generator:
         self._loop = asyncio.get_running_loop()
 
     def submit(self, requests: list[Request]) -> list[Answer]:
-        """Submit requests together: if one is refused, none of them runs.
+        """Submit requests together: if one is refused, no request runs.
 
         Raises:
             ApiError: 400 if a request does not fit the model, 429 if the queue is full, 503 if the engine is closed.

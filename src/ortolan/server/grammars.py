@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from .errors import ApiError
@@ -14,6 +15,7 @@ from .tool_calls import HERMES, LLAMA, MISTRAL, TOOL_CALLS
 # with it.
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TEXT = r"/(.|\n)*/"
+_NAMED_TOKEN = re.compile(r"<[^<>\s]+>")
 _LINE = "\n"
 
 
@@ -25,7 +27,7 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
 def calls_grammar(
     family: str,
     tools: Sequence[Mapping[str, Any]],
-    added_tokens: Mapping[str, int],
+    added_tokens: Collection[str],
     *,
     several: bool,
     optional: bool = False,
@@ -70,9 +72,13 @@ def calls_grammar(
     return f"body: {body}\n{rules}json: {call}\n"
 
 
-def _marker(text: str, added_tokens: Mapping[str, int]) -> str:
-    """Return a marker as its token, which llguidance does not match with text, or as text."""
-    return f"<[{added_tokens[text]}]>" if text in added_tokens else json.dumps(text)
+def _marker(text: str, added_tokens: Collection[str]) -> str:
+    """Return a marker as llguidance spells it: a token in angle brackets by its name, anything else as text."""
+    return text if _is_named(text, added_tokens) else json.dumps(text)
+
+
+def _is_named(text: str, added_tokens: Collection[str]) -> bool:
+    return text in added_tokens and _NAMED_TOKEN.fullmatch(text) is not None
 
 
 def _call_schema(tool: Mapping[str, Any], field: str) -> dict[str, Any]:
@@ -89,7 +95,7 @@ def _json(schema: Mapping[str, Any], *, lenient: bool) -> str:
     return "%json " + json.dumps({**schema, "x-guidance": {**_COMPACT, "lenient": lenient}})
 
 
-def with_thoughts(body: str, markers: ThoughtMarkers | None, state: str, added_tokens: Mapping[str, int]) -> str:
+def with_thoughts(body: str, markers: ThoughtMarkers | None, state: str, added_tokens: Collection[str]) -> str:
     """Return a grammar for `body`, after the thoughts of a reasoning model.
 
     Args:
@@ -101,7 +107,7 @@ def with_thoughts(body: str, markers: ThoughtMarkers | None, state: str, added_t
     body = f"{body}TEXT: {_TEXT}\n"
     if markers is None or state == "closed":
         return f"start: body\n{body}"
-    if markers.end in added_tokens:
+    if _is_named(markers.end, added_tokens):
         thought = f"thought: TEXT {_marker(markers.end, added_tokens)}\n"
     else:
         thought = f"thought[lazy]: TEXT {json.dumps(markers.end)}\n"

@@ -1,4 +1,4 @@
-"""What a server reads from a model's folder besides the model: tokenizer, chat template, end tokens, defaults."""
+"""The files beside a decoder that a server reads: tokenizer, chat template, end tokens, defaults."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class ModelFolder:
     sampling: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
-    def added_tokens(self) -> Mapping[str, int]:
+    def added_tokens(self) -> frozenset[str]:
         """The tokenizer's added tokens."""
-        return {token.content: index for index, token in self.tokenizer.get_added_tokens_decoder().items()}
+        return frozenset(token.content for token in self.tokenizer.get_added_tokens_decoder().values())
 
     def encode(self, text: str, *, whole: bool) -> tuple[int, ...]:
         """Return the tokens of a text. whole: add the tokens that every text begins with, unless they are there."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..engine import Request, SamplingOptions
-from ..engine.requests import Grammar
+from ..engine import Grammar, Request, SamplingOptions
 from .errors import ApiError
 from .fields import Fields
 from .model_folder import ModelFolder
@@ -171,6 +170,3 @@ def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-
-
-GrammarFactory = Callable[[str], Grammar]  # compiles a grammar in llguidance's variant of Lark

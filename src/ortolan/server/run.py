@@ -230,7 +230,7 @@ def make_server(application: Application, drain_seconds: float, on_ready: Callab
                 self.begin_drain()
 
         def begin_drain(self) -> None:
-            """Take no more requests, and end the server after those that it has."""
+            """Take no more requests, and end the server when the active ones have ended."""
             application.drain.begun = True
             self.loop.call_soon_threadsafe(self._start_drain)
 

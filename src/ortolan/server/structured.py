@@ -12,7 +12,7 @@ from .fields import Fields
 from .grammars import json_grammar, with_thoughts
 
 if TYPE_CHECKING:
-    from ..engine.requests import Grammar
+    from ..engine import Grammar
     from .generation import Generator
     from .settings import Limits
 
@@ -53,4 +53,4 @@ async def response_grammar(body: Fields, generator: Generator, limits: Limits) -
     source = response_body(body, limits)
     if source is None:
         return None
-    return await compiled(generator, with_thoughts(source, None, "free", {}), FORMAT)
+    return await compiled(generator, with_thoughts(source, None, "free", ()), FORMAT)

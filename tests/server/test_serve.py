@@ -1,0 +1,267 @@
+"""serve with a small model of random weights: conversion, folders, commands, signals; and conversations."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import onnx
+import onnx_ir as ir
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+openai = pytest.importorskip("openai")
+
+from typer.testing import CliRunner  # noqa: E402
+
+from ortolan.cli import app  # noqa: E402
+from ortolan.cli_serve import read_bytes  # noqa: E402
+from ortolan.conversation import AnswerOptions, Conversation, complete  # noqa: E402
+from ortolan.errors import ArgumentError, ModelError, OrtolanError  # noqa: E402
+from ortolan.models import tiny  # noqa: E402
+from ortolan.server.conversion import model_kind, serving_folder  # noqa: E402
+from ortolan.server.model_folder import read_model_folder  # noqa: E402
+from ortolan.server.run import ServeOptions, model_name, open_application, open_engine, prepare_model, serve  # noqa: E402
+
+from ..models.gguf_file import CONFIGS  # noqa: E402
+from ..models.gguf_file import write as write_gguf  # noqa: E402
+from ..passes.cached_llama import llama  # noqa: E402
+from ..text.reranker import write_reranker  # noqa: E402
+from ..text.wordpiece_file import write_wordpiece  # noqa: E402
+from .scripted import CHATML, END, make_tokenizer, running, scripted_application, wait_for  # noqa: E402
+
+SMALL = ServeOptions(threads=1, context=128, cache_bytes=1 << 22)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a decoder that has not the form for serving."""
+    folder = tmp_path_factory.mktemp("models") / "small"
+    folder.mkdir()
+    tokenizer = make_tokenizer()
+    onnx.save(llama("gqa", vocab_size=tokenizer.get_vocab_size()), folder / "model.onnx")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"chat_template": CHATML + "{# </think> #}", "eos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "top_k": 20}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(folder, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ORTOLAN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield prepare_model(folder)
+
+
+def test_a_decoder_is_converted_once(folder, prepared, tmp_path):
+    assert (model_kind(folder), model_kind(prepared)) == ("decoder", "serving")
+    assert (prepared / "tokenizer.json").is_file()
+    assert prepared.name.startswith("small-")
+    assert prepare_model(prepared) == prepared
+    cache = prepared.parent.parent
+    before = (prepared / "model.onnx").stat().st_mtime_ns
+    assert serving_folder(folder, cache) == prepared
+    assert (prepared / "model.onnx").stat().st_mtime_ns == before
+    (folder / "new.txt").touch()  # another version of the folder
+    try:
+        assert serving_folder(folder, tmp_path).name != prepared.name
+    finally:
+        (folder / "new.txt").unlink()
+
+
+def test_a_gguf_file_is_converted_once(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, CONFIGS["llama"])
+    found = serving_folder(path, tmp_path / "cache")
+    assert found == serving_folder(path, tmp_path / "cache")
+    assert model_kind(found) == "serving"
+    assert read_model_folder(found).template is not None
+
+
+def test_models_that_cannot_be_served(tmp_path):
+    with pytest.raises(ModelError, match="does not exist"):
+        prepare_model(tmp_path / "nothing")
+    (tmp_path / "file.txt").touch()
+    with pytest.raises(OrtolanError):
+        prepare_model(tmp_path / "file.txt")
+    (tmp_path / "model.onnx").write_bytes(b"\xff\xff")
+    with pytest.raises(ModelError, match="cannot be read"):
+        prepare_model(tmp_path)
+
+
+def test_what_a_folder_says(prepared):
+    read = read_model_folder(prepared)
+    assert read.end_tokens == {read.tokenizer.token_to_id(END)}
+    assert read.sampling == {"temperature": 0.5, "top_k": 20.0}
+    assert (read.tool_family, read.thoughts.end) == ("hermes", "</think>")
+    call = read.encode("<tool_call>", whole=True)
+    assert read.tokenizer.decode(call) == "<tool_call>"  # in spite of being a special token in the file
+    assert read.tokenizer.decode(read.encode(f"a{END}", whole=True)) == "a"
+    assert read_model_folder(prepared, "mistral").tool_family == "mistral"
+    with pytest.raises(ModelError, match="hermes"):
+        read_model_folder(prepared, "morse")
+
+
+@pytest.mark.parametrize("said", [{"top_p": 7}, {"temperature": "hot"}, {"min_p": True}])
+def test_malformed_defaults(said, tmp_path):
+    from ortolan.server.model_folder import read_sampling
+
+    (tmp_path / "generation_config.json").write_text(json.dumps({**said, "do_sample": False}))
+    assert read_sampling(tmp_path) == {}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    with pytest.raises(ModelError, match=next(iter(said))):
+        read_sampling(tmp_path)
+
+
+def test_answers_of_a_real_session(prepared):
+    """Answers do not depend on what else is being served, and log probabilities have the same bits."""
+    with open_application(prepared, SMALL) as application, running(application) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        prompts = ["Once", "upon a time", "there", "was a cat that sat"]
+        asked = {"model": "x", "max_tokens": 20, "seed": 3, "logprobs": 2}
+        alone = [client.completions.create(prompt=prompt, **asked).choices[0] for prompt in prompts]
+        together = client.completions.create(prompt=prompts, **asked).choices
+        for one, other in zip(alone, together, strict=True):
+            assert one.text == other.text
+            assert one.logprobs.token_logprobs == other.logprobs.token_logprobs
+
+
+def test_an_encoder(tmp_path):
+    write_wordpiece(tmp_path / "tokenizer.json")
+    write_reranker(tmp_path, vocab_size=256)
+    assert (model_kind(tmp_path), prepare_model(tmp_path)) == ("encoder", tmp_path)
+    with open_application(tmp_path, ServeOptions(threads=1)) as application, running(application) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        found = client.post("/rerank", body={"query": "a", "documents": ["b", "c"]}, cast_to=object)
+        assert len(found["results"]) == 2
+    with pytest.raises(OrtolanError, match="--encoder"), open_application(tmp_path, ServeOptions(encoder=tmp_path)):
+        pass
+
+
+def test_a_decoder_and_an_encoder(prepared, tmp_path):
+    write_wordpiece(tmp_path / "tokenizer.json")
+    onnx.save(ir.to_proto(tiny.tiny_bert(vocab_size=256)), tmp_path / "model.onnx")
+    options = ServeOptions(threads=1, context=64, cache_bytes=1 << 22, encoder=tmp_path, name="both")
+    with open_application(prepared, options) as application, running(application) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        assert [one.id for one in client.models.list()] == ["both", model_name(tmp_path)]
+        assert len(client.embeddings.create(model="x", input="a").data[0].embedding) > 1
+
+
+def test_a_port_in_use(folder):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(OrtolanError, match="--port"):
+            serve(folder, ServeOptions(port=taken.getsockname()[1]))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_serve(prepared, number):
+    command = [sys.executable, "-m", "ortolan", "serve", str(prepared), "--port", "0", "--threads", "1"]
+    command += ["--context", "128", "--cache-memory", "4M", "--name", "mine"]
+    environment = {**os.environ, "ORTOLAN_API_KEY": "secret"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            line = process.stderr.readline()
+            url = re.fullmatch(r"serving mine on (http://127\.0\.0\.1:\d+)\n", line)[1]
+            with pytest.raises(openai.AuthenticationError):
+                openai.OpenAI(base_url=f"{url}/v1", api_key="wrong").models.list()
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret")
+            answer = client.chat.completions.create(
+                model="mine", messages=[{"role": "user", "content": "hi"}], max_tokens=5, temperature=0
+            )
+            assert answer.model == "mine"
+            assert 1 <= answer.usage.completion_tokens <= 5
+            process.send_signal(number)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    assert process.stderr.closed or process.stderr.read() == ""
+
+
+def invoke(*arguments, **options):
+    return CliRunner().invoke(app, list(map(str, arguments)), **options)
+
+
+LIMITS = ("--threads", 1, "--context", 128, "--cache-memory", "4M", "--max-tokens", 8, "--temperature", 0)
+
+
+def test_the_command_generate(prepared):
+    first, second = (invoke("generate", prepared, "hello", *LIMITS) for _ in range(2))
+    assert (first.exit_code, second.exit_code) == (0, 0), first.output
+    assert first.stdout == second.stdout
+    read = invoke("generate", prepared, "-", *LIMITS, input="hello")
+    assert read.stdout == first.stdout
+
+
+def test_the_command_chat(prepared):
+    done = invoke("chat", prepared, "--system", "Be brief.", *LIMITS, input="hello\n\n/new\nhello\n/exit\nhello\n")
+    assert done.exit_code == 0, done.output
+    first, empty, new, second, end = done.stdout.split("> ")[1:]
+    assert first == second != ""
+    assert (empty, new, end) == ("", "", "")
+
+
+def test_a_chat_that_ends_with_its_input(prepared):
+    done = invoke("chat", prepared, *LIMITS, input="x" * 200 + "\nhello\n")
+    assert done.exit_code == 0, done.output
+    assert "context" in done.stderr  # the first message is too long; the second one gets an answer
+    assert len(done.stdout.splitlines()) >= 2
+
+
+def test_sizes():
+    assert [read_bytes(text) for text in (None, "512M", "2g", "1.5GiB", "4096", "1KB")] == [
+        None, 2**29, 2**31, 3 * 2**29, 4096, 1024
+    ]  # fmt: skip
+    for bad in ("", "x", "G", "-1M", "nan", "inf", "1e30"):
+        assert invoke("generate", "folder", "x", "--cache-memory", bad).exit_code == 2
+
+
+def test_a_conversation():
+    def reply(prompt):
+        return f"<think>\n{prompt.count('user')}\n</think>\n\nYes {prompt.count('assistant')}."
+
+    with scripted_application(reply, template=CHATML + "{# </think> #}") as application:
+        talk = Conversation(application.engine, application._generator.folder)
+        for turn in (1, 2, 3):
+            pieces = list(talk.say("hi"))
+            assert "".join(text for kind, text in pieces if kind == "reasoning") == str(turn)
+            assert "".join(text for kind, text in pieces if kind == "content") == f"Yes {turn}."
+        assert [one["role"] for one in talk.messages] == ["user", "assistant"] * 3
+        assert talk.messages[-1]["content"] == "Yes 3."
+        stopped = talk.say("stop")
+        next(stopped)
+        stopped.close()
+        assert len(talk.messages) == 6
+        wait_for(lambda: application.engine.stats().running_sequences == 0)
+        application.model.failing = True
+        with pytest.raises(OrtolanError, match="failed"):
+            list(talk.say("fail"))
+        assert len(talk.messages) == 6
+        with pytest.raises(ArgumentError, match="context"):
+            list(talk.say("x" * 3000))
+        text = "".join(complete(application.engine, application._generator.folder, "hi", AnswerOptions()))
+        assert text == "Yes 1."
+
+
+def test_a_prompt_without_a_template():
+    with scripted_application(template=None) as application:
+        folder = application._generator.folder
+        assert "".join(complete(application.engine, folder, "aaa", AnswerOptions(max_tokens=4))) == "aaaa"
+        with pytest.raises(OrtolanError, match="chat template"):
+            list(Conversation(application.engine, folder).say("x"))
+
+
+def test_the_engine_is_closed_at_the_end(prepared):
+    with open_engine(prepared, SMALL) as (engine, folder):
+        list(complete(engine, folder, "a", AnswerOptions(2, temperature=0.0)))
+    with pytest.raises(OrtolanError, match="closed"):
+        list(complete(engine, folder, "a", AnswerOptions(2)))
