@@ -152,22 +152,6 @@ def _add_window(model: onnx.ModelProto, window: int) -> None:
         graph.node.insert(position + offset, node)
 
 
-def test_some_layers_have_no_rotary_embedding(tmp_path: Path) -> None:
-    model = llama("gqa")
-    nodes = [node for node in model.graph.node if node.op_type == "GroupQueryAttention"]
-    (flag,) = [one for one in nodes[1].attribute if one.name == "do_rotary"]
-    flag.i = 0
-    del nodes[1].input[7:]
-    onnx.save(model, tmp_path / "model.onnx")
-    for name, serve in (("decoder.onnx", False), ("serving.onnx", True)):
-        ortolan.optimize_onnx(
-            tmp_path / "model.onnx", tmp_path / name, weights="int8", serve=serve, allow_different=True
-        )
-    expected = Decoder(ortolan.create_session(tmp_path / "decoder.onnx")).step(IDS)
-    found = run(open_model(tmp_path / "serving.onnx"), (IDS, 0, BLOCKS))
-    assert np.linalg.norm(found - expected) < 0.03 * np.linalg.norm(expected)
-
-
 def test_without_a_target_format_layers_become_int8(tmp_path: Path) -> None:
     onnx.save(llama("gqa"), tmp_path / "model.onnx")
     report = ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "serving.onnx", serve=True)
