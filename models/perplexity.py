@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import OrtolanError
-from ..generate import Decoder, sample
+from ..generate import Decoder, generate
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -123,14 +123,12 @@ def sample_texts(
     if tokens < 2 or window < 2:
         raise OrtolanError(f"{tokens} tokens in windows of {window}; expected at least 2 and 2")
     decoder = Decoder(session)
-    rng = np.random.default_rng(seed)
     texts: list[list[int]] = []
     left = tokens
     while left >= 2:
         decoder.reset()
-        ids = [start]
-        while len(ids) < min(window, left):
-            ids.append(sample(decoder.step(ids[-1:])[-1], rng))
+        of_text = (seed << 32) + len(texts)
+        ids = [start, *generate(decoder, [start], min(window, left) - 1, temperature=1.0, seed=of_text)]
         texts.append(ids)
         left -= len(ids)
     return texts

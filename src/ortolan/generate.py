@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     import onnxruntime as ort
 
+    from .engine.rows import RowState, TokenSampler
+
 _LENGTHS = 7  # index of NoMADAttention's input `lengths`
 _PAST, _PRESENT = "past_key_values.", "present."
 _TYPES: dict[str, type[np.generic]] = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
@@ -290,33 +292,6 @@ def read_context(model: ir.Model | str | os.PathLike[str]) -> int | None:
     return count_positions(_graph(model))
 
 
-def sample(
-    logits: np.ndarray, rng: np.random.Generator, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
-) -> int:
-    """Draw a token from softmax(logits / temperature), among the most likely ones.
-
-    Args:
-        logits: [vocabulary].
-        rng: The random generator.
-        temperature: 0, or any value below 1e-6, returns the most likely token.
-        top_k: Draw among this number of most likely tokens; 0: all.
-        top_p: Draw among the smallest set of tokens whose probabilities sum to at least this, after top_k.
-
-    Returns:
-        The token id.
-    """
-    if temperature < 1e-6:  # dividing by smaller values overflows
-        return int(logits.argmax())
-    scaled = logits.astype(np.float64) / temperature
-    # The sort is stable, so that equal logits have the same order on every machine.
-    order = np.argsort(-scaled, kind="stable")[: top_k or None]
-    probabilities = np.exp(scaled[order] - scaled[order[0]])
-    probabilities /= probabilities.sum()
-    kept = int(np.searchsorted(np.cumsum(probabilities), top_p)) + 1
-    probabilities = probabilities[:kept] / probabilities[:kept].sum()
-    return int(rng.choice(order[:kept], p=probabilities))
-
-
 def generate(
     session: ort.InferenceSession | Decoder,
     ids: Sequence[int],
@@ -335,10 +310,10 @@ def generate(
             tokens except the last one.
         ids: Token ids, at least one.
         max_new_tokens: The largest number of new tokens.
-        temperature: As for `sample`; 0: greedy.
-        top_k: As for `sample`.
-        top_p: As for `sample`.
-        seed: Seed of the random generator.
+        temperature: Divides the logits; 0: greedy.
+        top_k: Draw among this number of most likely tokens; 0: all.
+        top_p: Draw among the smallest set of tokens whose probabilities sum to at least this, after top_k.
+        seed: Seed of the random generator. Equal seeds give equal tokens on every machine.
         stop: The token or tokens that end the text, such as a tokenizer's `stop`.
 
     Returns:
@@ -368,19 +343,24 @@ def generate_tokens(
     stop: int | Collection[int] = (),
 ) -> Iterator[int]:
     """Like `generate`, but yield tokens one by one and without a limit. Arguments are those of `generate`."""
-    if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
-        raise ArgumentError(
-            f"temperature {temperature}, top_k {top_k}, top_p {top_p}; expected temperature >= 0, top_k >= 0, "
-            "0 < top_p <= 1"
-        )
+    from .engine.requests import SamplingOptions
+    from .engine.rows import RowState
+    from .engine.sampling import NativeSampler
+
+    options = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p)
     ends = _stop_ids(stop)
     decoder = session if isinstance(session, Decoder) else Decoder(session)
 
     def tokens() -> Iterator[int]:
-        rng = np.random.default_rng(seed)
+        sampler, row = NativeSampler(), RowState(options, (), [], 0, seed)
         step = ids
-        while (token := sample(decoder.step(step)[-1], rng, temperature, top_k, top_p)) not in ends:
+        while (token := _draw(sampler, row, decoder.step(step))) not in ends:
+            row.answer.append(token)
             yield token
             step = [token]
 
     return tokens()
+
+
+def _draw(sampler: TokenSampler, row: RowState, logits: np.ndarray) -> int:
+    return sampler.sample(logits[-1:].astype(np.float32, copy=False), [row])[0].token

@@ -12,7 +12,6 @@ from ortolan.generate import (
     generate_tokens,
     read_context,
     read_head_size,
-    sample,
     shares_cache,
 )
 from ortolan.models import tiny
@@ -236,7 +235,8 @@ def test_seeds_choose_the_text():
 
 @pytest.mark.parametrize("option", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}])
 def test_impossible_options_are_refused(option):
-    with pytest.raises(OrtolanError, match="expected temperature >= 0"):
+    (name,) = option
+    with pytest.raises(OrtolanError, match=f"{name} is .*, expected"):
         generate(SESSIONS["standard"][0], PROMPT, 1, **option)
 
 
@@ -255,28 +255,6 @@ def test_impossible_options_are_refused(option):
 def test_tokens_and_numbers_that_are_refused(option, message):
     with pytest.raises(OrtolanError, match=message):
         generate(SESSIONS["standard"][0], **{"ids": PROMPT, **option})
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, [0.1, 0.4, 0.2, 0.3]),
-        ({"top_k": 2}, [0, 4 / 7, 0, 3 / 7]),
-        ({"top_p": 0.65}, [0, 4 / 7, 0, 3 / 7]),
-        ({"top_p": 0.75}, [0, 4 / 9, 2 / 9, 3 / 9]),
-        # Top_k first keeps a total of 0.9; 0.4 + 0.3 is 0.78 of it and exceeds top_p.
-        ({"top_k": 3, "top_p": 0.7}, [0, 4 / 7, 0, 3 / 7]),
-        ({"temperature": 0.5}, [1 / 30, 16 / 30, 4 / 30, 9 / 30]),
-        ({"temperature": 0.0}, [0, 1, 0, 0]),
-    ],
-    ids=str,
-)
-def test_frequencies_of_samples(options, expected):
-    logits = np.log(np.array([0.1, 0.4, 0.2, 0.3], np.float32)) + 50
-    rng = np.random.default_rng(0)
-    counts = np.bincount([sample(logits, rng, **options) for _ in range(4000)], minlength=4)
-    np.testing.assert_allclose(counts / 4000, expected, atol=0.03)
-    np.testing.assert_array_equal(counts == 0, np.array(expected) == 0)
 
 
 @pytest.mark.parametrize(("prompt", "found"), [("once", "a text"), (["once"], "a text"), ([0.5], "of type float64")])

@@ -145,7 +145,9 @@ def test_every_opset(opset: int) -> None:
 
 
 @pytest.mark.parametrize("uses", [uses_of, all_uses_of])
-@pytest.mark.parametrize("changes", [{}, {"packed": True}, {"by_heads": frozenset(OPERANDS)}], ids=["by rows", "packed", "by heads"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"packed": True}, {"by_heads": frozenset(OPERANDS)}], ids=["by rows", "packed", "by heads"]
+)
 @pytest.mark.parametrize("blocks", [0, 3])
 def test_calls_without_tokens_or_sequences(changes: dict[str, Any], blocks: int, uses: Any) -> None:
     both = Both(uses=uses, blocks=blocks, sinks=True, rotary=10, **changes)

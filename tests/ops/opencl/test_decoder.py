@@ -9,7 +9,9 @@ import onnx
 import onnx_ir as ir
 
 import ortolan
-from ortolan.generate import Decoder, sample
+from ortolan.engine import RowState, SamplingOptions
+from ortolan.engine.sampling import NativeSampler
+from ortolan.generate import Decoder
 from ortolan.models import tiny
 
 from .devices import asked, assert_equal_bits, needs_opencl
@@ -17,16 +19,15 @@ from .devices import asked, assert_equal_bits, needs_opencl
 
 def decode(path: Path, prompt: np.ndarray, steps: int) -> tuple[list[int], list[np.ndarray]]:
     """Return the tokens sampled after the prompt, and the logits from which each was sampled."""
-    rng = np.random.default_rng(1)
+    sampler, row = NativeSampler(), RowState(SamplingOptions(), (), [], 0, seed=1)
     decoder = Decoder(ortolan.create_session(path))
-    tokens: list[int] = []
     logits = []
     fed: np.ndarray | list[int] = prompt
     for _ in range(steps):
         logits.append(decoder.step(fed))
-        tokens.append(int(sample(logits[-1][-1], rng, 1.0)))
-        fed = [tokens[-1]]
-    return tokens, logits
+        row.answer.append(sampler.sample(logits[-1][-1:], [row])[0].token)
+        fed = row.answer[-1:]
+    return row.answer, logits
 
 
 @needs_opencl
