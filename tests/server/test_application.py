@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import signal
@@ -235,6 +236,23 @@ def test_a_server_that_fails(monkeypatch):
         assert (failed.status_code, failed.json()["error"]["type"]) == (500, "server_error")
         assert failed.headers["x-request-id"]
         assert "secret" not in failed.text
+
+
+def test_checks():
+    with scripted_application(max_queue=1, max_sequences=1) as application:
+
+        async def check():
+            application.open()
+            try:
+                await application.check()
+            finally:
+                application.close()
+
+        asyncio.run(check())
+        assert application.engine.stats().generated_tokens == 1
+        application.model.failing = True
+        with pytest.raises(RuntimeError, match="failed"):
+            asyncio.run(check())
 
 
 def held(application):

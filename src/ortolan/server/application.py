@@ -98,16 +98,31 @@ class Application:
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncGenerator[None]:
-        if self._generator is not None:
-            self._generator.start()
+        self.open()
         try:
             yield
         finally:
-            self.cancel_all()
-            if self._generator is not None:
-                self._generator.close()
-            if self._encoders is not None:
-                self._encoders.close()
+            self.close()
+
+    def open(self) -> None:
+        """Answer requests in the running event loop. Servers that know ASGI's lifespan do so themselves."""
+        if self._generator is not None:
+            self._generator.start()
+
+    async def check(self) -> None:
+        """Compute one token and one text, and raise the error if that fails. A full queue is no failure."""
+        if self._generator is not None:
+            await self._generator.check()
+        if self._encoders is not None:
+            await self._encoders.check()
+
+    def close(self) -> None:
+        """Cancel all answers, and end the threads beside the event loop."""
+        self.cancel_all()
+        if self._generator is not None:
+            self._generator.close()
+        if self._encoders is not None:
+            self._encoders.close()
 
     def _generating(self, handler: Callable[[Request, Generator, ServerSettings], Awaitable[Response]]) -> _Handler:
         async def handle(request: Request) -> Response:

@@ -60,6 +60,10 @@ class Encoders:
             self._run_batch, batch_tokens, limits.waiting_tokens, encoder.pads, encoder.length, self._count
         )
 
+    async def check(self) -> None:
+        """Run one text or pair, and raise the error if it fails."""
+        await asyncio.get_running_loop().run_in_executor(self._running, self._engine.check)
+
     def close(self) -> None:
         """End the threads."""
         for pool in (self._tokenizing, self._running):

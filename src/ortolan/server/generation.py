@@ -148,6 +148,22 @@ class Generator:
             answer, output = self._outputs.popleft()
             answer.put(output)
 
+    async def check(self) -> None:
+        """Compute one token, before waiting requests. Raises RuntimeError if the model fails."""
+        request = Request((self.folder.start,), 1, priority=-1, client="health check")
+        try:
+            (answer,) = self.submit([request])
+        except ApiError as error:
+            if error.status == 429:
+                return
+            raise
+        try:
+            async for outputs in answer.batches():
+                if any(output.finish_reason == "error" for output in outputs):
+                    raise RuntimeError(f"the model failed: {outputs[-1].error}")
+        finally:
+            self.forget([answer])
+
     def forget(self, answers: Sequence[Answer]) -> None:
         """Cancel what has not ended of answers that nobody reads any more."""
         for answer in answers:
