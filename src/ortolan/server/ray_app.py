@@ -6,7 +6,7 @@ Ray Serve starts, restarts and scales the replicas. A router sends requests that
 conversation, to the same replica, whose prefix cache knows the beginning, unless that replica is full.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: `serve run` reads the type of the argument of `application`.
 
 import asyncio
 import contextlib
