@@ -37,7 +37,7 @@ _TEXT = "the old ship sailed over a calm sea while people on shore watched it go
 
 @dataclass
 class Load:
-    """What clients saw.
+    """Counts and times that clients measured.
 
     Attributes:
         outcomes: Requests by outcome: "answered", "refused" (429 with Retry-After), or a symptom.
