@@ -229,12 +229,15 @@ def serve_megabytes() -> int:
     return total // 1024
 
 
-def check_refusals(port: int) -> dict[str, str]:
-    """Return the status of each request that must be refused, with the expected status if it differs."""
+def check_refusals(port: int, prefix: str = "") -> dict[str, str]:
+    """Return the status of each request that must be refused, with the expected status if it differs.
+
+    prefix: the path of the application.
+    """
     found = {}
     for name, (body, expected) in _BAD.items():
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT)
-        status, _ = post(connection, "/v1/embeddings", body)
+        status, _ = post(connection, f"{prefix}/v1/embeddings", body)
         connection.close()
         found[name] = f"{status}" if status == expected else f"{status}, expected {expected}"
     return found

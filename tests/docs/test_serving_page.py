@@ -47,13 +47,15 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(folder):
     """Start a cluster, and return its address and its proxy's port."""
     ray = pytest.importorskip("ray")
     from ..serving.ray_cluster import ray_cluster
 
-    with ray_cluster() as port:
-        yield ray.get_runtime_context().gcs_address, port
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ORTOLAN_CACHE", str(folder))  # of the replicas, which inherit it
+        with ray_cluster() as port:
+            yield ray.get_runtime_context().gcs_address, port
 
 
 def curl(command: str, port: int, expected: str) -> None:
