@@ -205,7 +205,8 @@ def configurations_for(job: Job, source: Source) -> Iterator[Configuration]:
     if source.model == SMOLLM2:
         yield Configuration("Ortolan, the Q4_1 file imported", "ortolan", source.gguf, ours=True)
     yield from _llama_cpp(job, source)
-    yield from _genai(job, source)
+    yield from genai_configurations(job, source)
+    yield from _openvino_genai(job, source)
     yield from _torch(job, source)
     yield from _ctranslate2(job, source)
 
@@ -221,7 +222,8 @@ def _llama_cpp(job: Job, source: Source) -> Iterator[Configuration]:
         yield Configuration(f"llama.cpp {form}, Q8_0 cache", "llama.cpp", source.gguf, options, python)
 
 
-def _genai(job: Job, source: Source) -> Iterator[Configuration]:
+def genai_configurations(job: Job, source: Source) -> Iterator[Configuration]:
+    """Yield ONNX Runtime GenAI with models of ONNX Runtime's quantizer."""
     if (python := job.pythons.get("onnxruntime-genai")) is None:
         return
     for name in GENAI:
@@ -232,6 +234,11 @@ def _genai(job: Job, source: Source) -> Iterator[Configuration]:
         told = ", ".join(f"{key}={value}" for key, value in NBITS[name].items())
         options = {"how": f"MatMulNBitsQuantizer({told})"}
         yield Configuration(f"ORT GenAI {name}", "onnxruntime-genai", folder, options, python)
+
+
+def _openvino_genai(job: Job, source: Source) -> Iterator[Configuration]:
+    if (python := job.pythons.get("openvino-genai")) is not None:
+        yield Configuration("OpenVINO GenAI, the GGUF file", "openvino-genai", source.gguf, python=python)
 
 
 def _torch(job: Job, source: Source) -> Iterator[Configuration]:
@@ -294,6 +301,16 @@ def _files_of_llama_cpp(
             )
 
 
+def perplexity_of(runner: Runner, work: Mapping[str, Any]) -> float:
+    """Return the perplexity of a configuration on a work of kind "score".
+
+    Raises:
+        WorkerError: The engine cannot do this work.
+    """
+    total, tokens = runner.answer(work).sum(axis=0, dtype=float).tolist()
+    return math.exp(total / tokens)
+
+
 def judge_for(source: Source) -> Judge:
     """Return a function that measures the perplexity of a configuration."""
     original: list[float] = []
@@ -311,8 +328,7 @@ def judge_for(source: Source) -> Judge:
         # A rounded cache affects only later steps, so the text is scored one token at a time.
         by_steps = rounded or runner.configuration.model == source.last
         work = {"kind": "score", "windows": source.windows, **({"step": 1} if by_steps else {})}
-        total, tokens = runner.answer(work).sum(axis=0, dtype=float).tolist()
-        perplexity = math.exp(total / tokens)
+        perplexity = perplexity_of(runner, work)
         original.append(perplexity)
         if runner.configuration.engine == "llama.cpp":
             by_format[form] = perplexity
