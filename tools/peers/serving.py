@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -25,7 +25,7 @@ from ..workers.process import WorkerError
 from . import decoders
 from .comparison import Found, Job, LeaveOut, Work, compare, open_all, require_not_outrun
 from .configuration import Configuration, Runner, speed_of
-from .result import Measure, PeersResult, Row, Speed
+from .result import Measure, PeersResult, Row
 from .serving_times import MIXED, Run, percentile
 
 SECTION, SCRIPT = "serving", "serving.py"
@@ -60,20 +60,23 @@ class Source:
 def measure(job: Job, result: PeersResult) -> None:
     """Add the rows of every model."""
     for model in [*MODELS, *([] if job.gguf is None else [job.gguf.stem])]:
-        if not job.takes_model(SECTION, model):
-            continue
-        folder = job.folder / SECTION / f"{model}-source"
-        folder.mkdir(parents=True)
-        source = make_source(job, model, folder)
-        opening = Work("opening", {"kind": "score", "windows": [source.ids[:_OPENING]]}, 1, UNIT)
+        if job.takes_model(SECTION, model):
+            folder = job.folder / SECTION / f"{model}-source"
+            folder.mkdir(parents=True)
+            measure_model(job, make_source(job, model, folder), result)
 
-        def time_all(job: Job, found: Found, works: Sequence[Work], threads: int, leave_out: LeaveOut) -> None:
-            Serving(job, source.ids, found, open_all(found, threads, works[0], leave_out), threads, leave_out).measure()
 
-        configurations = list(configurations_for(job, source))
-        compare(
-            job, SECTION, model, SCRIPT, configurations, [opening], judge_for(source), result, 0, time_all
-        )  # fmt: skip
+def measure_model(job: Job, source: Source, result: PeersResult) -> None:
+    """Add the rows of a model."""
+    opening = Work("opening", {"kind": "score", "windows": [source.ids[:_OPENING]]}, 1, UNIT)
+
+    def time_all(job: Job, found: Found, works: Sequence[Work], threads: int, leave_out: LeaveOut) -> None:
+        opened = open_all(found, threads, works[0], leave_out)
+        Serving(job, source.ids, found, opened, threads, leave_out).measure()
+
+    configurations = list(configurations_for(job, source))
+    judge = judge_for(source)
+    compare(job, SECTION, source.model, SCRIPT, configurations, [opening], judge, result, 0, time_all)
 
 
 def make_source(job: Job, model: str, folder: Path) -> Source:
@@ -205,14 +208,18 @@ class Serving:
                 name
                 for name in left
                 if self.try_one(
-                    name, name_of_work, lambda name=name: require_not_outrun(self.row(name), rows, cheaper, self.threads)
+                    name,
+                    name_of_work,
+                    lambda name=name: require_not_outrun(self.row(name), rows, cheaper, self.threads),
                 )
             ]
         runs: dict[str, list[tuple[Run, Run]]] = {name: [] for name in left}
         end, rounds = perf_counter() + self.job.seconds, 0
         while left and (rounds < _LEAST_ROUNDS or perf_counter() < end):
             left = [
-                name for name in left if self.try_one(name, name_of_work, lambda name=name: runs[name].append(self.round(name, work)))
+                name
+                for name in left
+                if self.try_one(name, name_of_work, lambda name=name: runs[name].append(self.round(name, work)))
             ]
             rounds += 1
         found = {name: runs[name] for name in left}

@@ -58,7 +58,9 @@ class Run:
         """
         if self.order == ONE_BY_ONE:
             ends = [0.0, *(times[-1] for times in self.times)]
-            spent = sum(times[0] - max(end, come) for times, end, come in zip(self.times, ends, self.coming, strict=False))
+            spent = sum(
+                times[0] - max(end, come) for times, end, come in zip(self.times, ends, self.coming, strict=False)
+            )
         else:
             spent = max(times[0] for times in self.times)
         return sum(self.prompts) / spent

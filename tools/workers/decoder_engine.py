@@ -1,4 +1,4 @@
-"""The base class of decoders: prompts, steps of greedy decoding and probabilities of texts (decoders.py, serving.py)."""
+"""The base class of decoders: prompts, steps of greedy decoding and probabilities of texts."""
 
 from __future__ import annotations
 

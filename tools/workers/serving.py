@@ -123,7 +123,7 @@ class ServingEngine(DecoderEngine):
         """
         raise ValueError("requests do not find the prefixes of earlier requests in the cache")
 
-    def forget(self) -> None:  # noqa: B027
+    def forget(self) -> None:
         """Empty the cache, so that no request finds the tokens of an earlier run."""
 
     @abstractmethod
