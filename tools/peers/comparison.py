@@ -156,11 +156,14 @@ def outrun_by(row: Row, rows: Sequence[Row], work: str, threads: int) -> str | N
         return next((name for name, other in faster.items() if is_no_worse(other, row)), None)
     beside = [ours for ours in rows if ours.ours and counts_beside(row, ours)]
     decides = any(not any(counts_beside(other, ours) for other in faster.values()) for ours in beside)
-    return None if decides else next(iter(faster), None)
+    if decides:
+        return None
+    equal = (name for name, other in faster.items() if any(counts_beside(other, ours) for ours in beside))
+    return next(equal, next(iter(faster), None))
 
 
 def open_all(found: Found, threads: int, work: Work, leave_out: LeaveOut) -> dict[str, Runner]:
-    """Open the configurations with this number of threads, and return those that open."""
+    """Open the configurations with this number of threads, and return their processes; leave the rest out."""
     opened = {}
     for name, (runner, _) in found.items():
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -23,14 +23,15 @@ from ortolan.models.gguf import read_gguf_tokenizer
 
 from ..workers.process import WorkerError
 from . import decoders
-from .comparison import Found, Job, LeaveOut, Work, compare, open_all, require_not_outrun
+from .comparison import Found, Job, Judge, LeaveOut, Work, compare, open_all, require_not_outrun
 from .configuration import Configuration, Runner, speed_of
 from .result import Measure, PeersResult, Row
-from .serving_times import MIXED, Run, percentile
+from .serving_times import MIXED, ONE_BY_ONE, Run, percentile
 
 SECTION, SCRIPT = "serving", "serving.py"
 MODELS = (decoders.SMOLLM2,)
 UNIT = "tokens/s"
+LLAMA_CPP_FORMS = ("Q8_0",)  # also made from the file: its kernels for prompts are faster
 PROMPT_TOKENS, ANSWER_TOKENS = (100, 400), 100
 PREFIX_TOKENS, TAIL_TOKENS, SHARING = 1000, 32, 16  # tokens of a shared prefix and after it, and requests
 LOAD = 0.8  # of the capacity, for requests that come at random times
@@ -75,6 +76,15 @@ def measure_model(job: Job, source: Source, result: PeersResult) -> None:
         Serving(job, source.ids, found, opened, threads, leave_out).measure()
 
     configurations = list(configurations_for(job, source))
+    others = {
+        "OpenVINO GenAI": decoders.openvino_genai(job, source.gguf),
+        "ORT GenAI": genai_configurations(job, source),
+    }
+    for name, found in others.items():
+        try:
+            configurations += found
+        except OrtolanError as error:
+            result.left_out.append(f"{SECTION}, {source.model}: {name}: {error}")
     judge = judge_for(source)
     compare(job, SECTION, source.model, SCRIPT, configurations, [opening], judge, result, 0, time_all)
 
@@ -103,15 +113,21 @@ def configurations_for(job: Job, source: Source) -> Iterator[Configuration]:
     yield Configuration("Ortolan, engine", "ortolan", source.gguf, ours=True)
     yield Configuration("Ortolan, one by one", "ortolan-decoder", source.gguf, ours=True)
     if (python := job.pythons.get("llama.cpp")) is not None:
-        for name, unified in (("one cache", True), ("caches apart", False)):
-            options = {"unified": unified}
-            yield Configuration(f"llama.cpp, {name}", "llama.cpp", source.gguf, options, python)
-    if (python := job.pythons.get("openvino-genai")) is not None:
-        yield Configuration("OpenVINO GenAI", "openvino-genai", source.gguf, python=python)
+        for form in (None, *LLAMA_CPP_FORMS):
+            for name, unified in (("one cache", True), ("caches apart", False)):
+                options = {"unified": unified, **({} if form is None else {"form": form})}
+                label = f"llama.cpp, {'as it is' if form is None else form}, {name}"
+                yield Configuration(label, "llama.cpp", source.gguf, options, python)
+
+
+def genai_configurations(job: Job, source: Source) -> Iterator[Configuration]:
+    """Yield ONNX Runtime GenAI with Ortolan's operators, and with models of ONNX Runtime's quantizer.
+
+    Raises:
+        OrtolanError: The file cannot be imported.
+    """
     if (python := job.pythons.get("onnxruntime-genai")) is not None:
-        folder = source.gguf.with_name(f"{source.model} imported")
-        if source.decoder is None:
-            folder = job.folder / SECTION / folder.name
+        folder = job.folder / SECTION / f"{source.model}-imported"
         import_gguf(source.gguf, folder)
         options = {"how": f"ortolan.import_gguf({source.gguf.name!r}, folder)"}
         yield Configuration("Ortolan in ORT GenAI", "onnxruntime-genai", folder, options, python, ours=True)
@@ -119,7 +135,7 @@ def configurations_for(job: Job, source: Source) -> Iterator[Configuration]:
             yield from decoders.genai_configurations(job, source.decoder)
 
 
-def judge_for(source: Source) -> Any:
+def judge_for(source: Source) -> Judge:
     """Return a function that measures the perplexity of a configuration."""
     work = {"kind": "score", "windows": source.windows}
     return lambda runner: {"perplexity": decoders.perplexity_of(runner, work)}
@@ -166,6 +182,7 @@ class Serving:
     opened: Mapping[str, Runner]
     threads: int
     leave_out: LeaveOut
+    orders: dict[str, str] = field(default_factory=dict)  # how configurations order prompts and steps, once known
 
     def measure(self) -> None:
         """Add speeds and measures to the rows."""
@@ -197,29 +214,22 @@ class Serving:
     def requests(self, count: int, before: int | None) -> dict[str, float]:
         """Serve requests that come at once, in rounds of all configurations; return the requests per second of each.
 
-        before: A smaller number of requests. Configurations that another one outruns there are skipped.
+        before: A smaller number of requests. Configurations that serve one after the other are skipped if another one
+            outruns them there, since they do not gain by more requests.
         """
         work, name_of_work = requests_work(self.ids, count), work_name(count)
-        rows = [self.found[name][1] for name in self.opened]
-        left = list(self.opened)
-        if before is not None:
-            cheaper = f"{work_name(before)}, whole"
-            left = [
-                name
-                for name in left
-                if self.try_one(
-                    name,
-                    name_of_work,
-                    lambda name=name: require_not_outrun(self.row(name), rows, cheaper, self.threads),
-                )
-            ]
+        left = [
+            name
+            for name in self.opened
+            if before is None or self.try_one(name, name_of_work, lambda name=name: self.require_gain(name, before))
+        ]
         runs: dict[str, list[tuple[Run, Run]]] = {name: [] for name in left}
         end, rounds = perf_counter() + self.job.seconds, 0
         while left and (rounds < _LEAST_ROUNDS or perf_counter() < end):
             left = [
                 name
                 for name in left
-                if self.try_one(name, name_of_work, lambda name=name: runs[name].append(self.round(name, work)))
+                if self.try_one(name, name_of_work, lambda name=name: runs[name].append(self.run_round(name, work)))
             ]
             rounds += 1
         found = {name: runs[name] for name in left}
@@ -227,7 +237,13 @@ class Serving:
             self.note(self.row(name), name_of_work, pairs)
         return {name: max(count / run.seconds for run, _ in pairs) for name, pairs in found.items()}
 
-    def round(self, name: str, work: Mapping[str, Any]) -> tuple[Run, Run]:
+    def require_gain(self, name: str, before: int) -> None:
+        """Raise WorkerError if a configuration serves one after the other and is outrun with `before` requests."""
+        if self.orders.get(name) == ONE_BY_ONE:
+            rows = [self.row(other) for other in self.opened]
+            require_not_outrun(self.row(name), rows, f"{work_name(before)}, whole", self.threads)
+
+    def run_round(self, name: str, work: Mapping[str, Any]) -> tuple[Run, Run]:
         """Return a run, and a run whose prompts alone are timed, which is the same one if prompts are apart."""
         run = self.serve(name, work)
         if run.order != MIXED:
@@ -237,7 +253,9 @@ class Serving:
     def serve(self, name: str, work: Mapping[str, Any]) -> Run:
         """Return a run of a configuration."""
         self.opened[name].give(work)
-        return Run.of(work, self.opened[name].serve())
+        run = Run.of(work, self.opened[name].serve())
+        self.orders[name] = run.order
+        return run
 
     def row(self, name: str) -> Row:
         """Return the row of a configuration."""
@@ -289,12 +307,12 @@ class Serving:
             seconds = statistics.median(reply[key] for reply in replies)
             self.add(self.row(name), PREFIX_WORK, what, "ms", 1e3 * seconds)
         if replies[-1]["blocks"] is not None:
-            expected = own_blocks(work, replies[-1]["block_tokens"])
-            self.add(self.row(name), PREFIX_WORK, BLOCKS, "x", max(reply["blocks"] for reply in replies) / expected)
+            used = max(int(reply["blocks"]) for reply in replies)
+            self.add(self.row(name), PREFIX_WORK, BLOCKS, "x", used / own_blocks(work, replies[-1]["block_tokens"]))
 
 
 def own_blocks(work: Mapping[str, Any], block_tokens: int) -> int:
     """Return the blocks of one prefix and of the rest of each request."""
     prefix = len(work["prefix"]) // block_tokens
-    lengths = [len(work["prefix"]) + len(tail) + work["answer"] for tail in work["tails"]]
+    lengths: list[int] = [len(work["prefix"]) + len(tail) + work["answer"] for tail in work["tails"]]
     return prefix + sum(math.ceil(length / block_tokens) - prefix for length in lengths)

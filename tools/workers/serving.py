@@ -46,11 +46,17 @@ Order = Literal["mixed", "apart", "one by one"]
 
 @dataclass(frozen=True)
 class Serve:
-    """Requests to serve. `arrivals` are the seconds at which they come; [] if all come at the start."""
+    """Requests to serve.
+
+    Attributes:
+        arrivals: The seconds at which they come; [] if all come at the start.
+        counts_blocks: Whether to count the used blocks at each token, which takes time.
+    """
 
     prompts: Sequence[Sequence[int]]
     answer: int
     arrivals: Sequence[float] = ()
+    counts_blocks: bool = False
 
     @property
     def lengths(self) -> list[int]:
@@ -73,7 +79,7 @@ class Prefix:
     def requests(self) -> list[Serve]:
         """Return the three runs: the first and the second request alone, then all."""
         prompts = [[*self.prefix, *tail] for tail in self.tails]
-        return [Serve(prompts[:1], 1), Serve(prompts[1:2], 1), Serve(prompts, self.answer)]
+        return [Serve(prompts[:1], 1), Serve(prompts[1:2], 1), Serve(prompts, self.answer, counts_blocks=True)]
 
 
 @dataclass
@@ -242,10 +248,12 @@ class OrtolanEngine(ServingEngine):
         """Submit the requests when they come."""
         began, times = time.perf_counter(), [list[float]() for _ in given.prompts]
         failed: list[str] = []
-        streams, blocks = [], 0
+        streams, blocks = [], [0]
 
         def note(index: int, output: Any) -> None:
             times[index] += [time.perf_counter() - began] * len(output.tokens)
+            if given.counts_blocks:
+                blocks.append(self._engine.stats().blocks_used)
             if output.finish_reason not in (None, "length"):
                 failed.append(f"request {index} ended by {output.finish_reason}: {output.error}")
 
@@ -256,11 +264,10 @@ class OrtolanEngine(ServingEngine):
             stream.on_output(lambda output, index=index: note(index, output))
             streams.append(stream)
         while not all(stream.finished for stream in streams):
-            blocks = max(blocks, self._engine.stats().blocks_used)
-            time.sleep(0.02)
+            time.sleep(0.01)
         if failed:
             raise ValueError(failed[0])
-        return Served(times, blocks)
+        return Served(times, max(blocks))
 
     def _request(self, prompt: Sequence[int], tokens: int) -> Any:
         greedy = self._engines.SamplingOptions(temperature=0)
