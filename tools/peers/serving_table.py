@@ -34,22 +34,29 @@ def lines(rows: Sequence[Row]) -> list[list[str]]:
     ]
 
 
+def _figure(value: float) -> str:
+    """Return a value with three digits, or as an integer."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _cells(row: Row, work: str, threads: int) -> list[str]:
-    def value(name: str, digits: str = ".4g") -> str:
+    def value(name: str) -> str:
         found = row.measure(work, threads, name)
-        return "-" if found is None else format(found.value, digits)
+        return "-" if found is None else _figure(found.value)
 
     speeds = [row.speed(f"{work}, {name}", threads) for name in _SPEEDS]
     more = [
-        f"{name} {one.value:.4g} {one.unit}" for name in (RATE, *_PREFIX) if (one := row.measure(work, threads, name))
+        f"{name} {_figure(one.value)} {one.unit}"
+        for name in (RATE, *_PREFIX)
+        if (one := row.measure(work, threads, name))
     ]
     return [
         row.name,
         f"{row.quality['perplexity']:.3f}" if "perplexity" in row.quality else "-",
         work,
         str(threads),
-        *("-" if speed is None else f"{speed.best:.4g}" for speed in speeds),
+        *("-" if speed is None else _figure(speed.best) for speed in speeds),
         *(" · ".join(value(f"{name}, p{percent}") for percent in PERCENTILES) for name in _LATENCIES),
-        value(MEMORY, ".0f"),
+        value(MEMORY),
         ", ".join(more),
     ]
