@@ -136,13 +136,16 @@ def optimize_onnx(
     choice = default_recipe(source, choice, chosen.serve)
     if chosen.serve:
         check_decoder(source.model, source.name)
+    genai = find_genai_config(source)
+    if genai is not None and chosen.serve:
+        genai = genai.for_serving()
     run = _Run(
         source,
         _check_target(output, source),
         choice,
         chosen,
         text=text,
-        genai=find_genai_config(source),
+        genai=genai,
         prompt_ids=ids,
     )
     run.read_calibration(chosen.calibration, chosen.tokenizer)
