@@ -36,7 +36,7 @@ Answer = tuple[list[int], list[TokenLogprobs]]  # tokens of a choice, and their 
 
 @dataclass
 class Result:
-    """What happened.
+    """Counts of a check.
 
     Attributes:
         compared: Answers that were compared.

@@ -1,6 +1,6 @@
-"""Load test of Ray Serve: clients that continuously request embeddings over the loopback interface.
+"""Load test of the server under Ray Serve: clients that continuously request embeddings over the loopback interface.
 
-python -m ortolan.benchmarks.serving [MODEL.onnx] [--tokenizer tokenizer.json] [--replicas 2] [--clients 16]
+python -m ortolan.benchmarks.serving [MODEL.onnx] [--replicas 2] [--clients 16]
     [--seconds 60] [--kill 30] [--retries 1] [--overload 2] [--json]
 
 Without MODEL, all-MiniLM-L6-v2 is fetched, and its weights become int8. --kill N: kill a replica N seconds after the
@@ -41,15 +41,14 @@ _TIMEOUT = 120  # seconds
 _TEXTS_OF_A_REQUEST = 8
 _MEMORY_SECONDS = 5
 _BAD = {  # maps the name of a request that the server must refuse to its body and status
-    "malformed": (b'{"texts": [', 400),
-    "not UTF-8": (b'{"texts": ["\xff\xfe"]}', 400),
-    "half a character": (b'{"texts": ["\\ud800"]}', 422),
-    "wrong type": (b'{"texts": "one"}', 422),
-    "no texts": (b'{"texts": []}', 422),
-    "unknown field": (b'{"texts": ["one"], "other": 1}', 422),
-    "too many texts": (json.dumps({"texts": ["one"] * 129}).encode(), 413),
-    "long text": (json.dumps({"texts": ["x" * 20_001]}).encode(), 413),
-    "large body": (b'{"texts": ["' + b"x" * (1 << 20) + b'"]}', 413),
+    "malformed": (b'{"input": [', 400),
+    "not UTF-8": (b'{"input": ["\xff\xfe"]}', 400),
+    "half a character": (b'{"input": ["\\ud800"]}', 400),
+    "wrong type": (b'{"input": {}}', 400),
+    "no texts": (b'{"input": []}', 400),
+    "too many texts": (json.dumps({"input": ["one"] * 2049}).encode(), 413),
+    "long text": (json.dumps({"input": ["x" * 20_001]}).encode(), 413),
+    "large body": (b'{"input": ["' + b"x" * (4 << 20) + b'"]}', 413),
 }
 
 
@@ -98,12 +97,12 @@ def run_load(port: int, clients: int, seconds: float, retries: int) -> LoadResul
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT)
         number = client
         while time.monotonic() < end:
-            body = json.dumps({"texts": [SENTENCES[number % len(SENTENCES)]]}).encode()
+            body = json.dumps({"input": [SENTENCES[number % len(SENTENCES)]]}).encode()
             number += 1
             start, seen = time.perf_counter(), ""
             for attempt in range(retries + 1):
                 try:
-                    status, _ = post(connection, "/embed", body)
+                    status, _ = post(connection, "/v1/embeddings", body)
                     seen = "" if status == 200 else f"status {status}"
                 except (OSError, http.client.HTTPException) as error:
                     connection.close()
@@ -230,12 +229,15 @@ def serve_megabytes() -> int:
     return total // 1024
 
 
-def check_refusals(port: int) -> dict[str, str]:
-    """Return the status of each request that must be refused, with the expected status if it differs."""
+def check_refusals(port: int, prefix: str = "") -> dict[str, str]:
+    """Return the status of each request that must be refused, with the expected status if it differs.
+
+    prefix: the path of the application.
+    """
     found = {}
     for name, (body, expected) in _BAD.items():
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT)
-        status, _ = post(connection, "/embed", body)
+        status, _ = post(connection, f"{prefix}/v1/embeddings", body)
         connection.close()
         found[name] = f"{status}" if status == expected else f"{status}, expected {expected}"
     return found
@@ -248,7 +250,7 @@ def kill_replica(application: str = "default") -> str:
     replicas = [
         actor
         for actor in ray.util.list_named_actors(all_namespaces=True)
-        if actor["name"].startswith(f"SERVE_REPLICA::{application}#")
+        if actor["name"].startswith(f"SERVE_REPLICA::{application}#Server#")
     ]
     chosen = min(replicas, key=lambda actor: str(actor["name"]))
     ray.kill(ray.get_actor(chosen["name"], namespace=chosen["namespace"]))
@@ -276,7 +278,6 @@ def read_arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path)
-    parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=60)
@@ -287,18 +288,18 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def print_overload(arguments: argparse.Namespace, port: int, config: Any, tokenizer: str | None) -> None:
+def print_overload(arguments: argparse.Namespace, port: int, config: Any) -> None:
     """Run the overload test and print its result."""
     import ray
     from ray import serve
 
-    from ..serving import embeddings
+    from ..server.ray_app import application
 
-    encoder = TextEncoder(config.model, tokenizer, session_options=serving_options(config.threads))
+    encoder = TextEncoder(config.model, session_options=serving_options(config.threads))
     texts = mixed_texts(512)
     expected = encoder.encode(texts)
     alone = library_speed(encoder, texts, arguments.seconds / 6)
-    serve.run(embeddings(config))
+    serve.run(application(config))
     rate = alone * arguments.overload * arguments.replicas
     result = run_overload(port, texts, expected, rate, arguments.clients, arguments.seconds)
     found = {
@@ -328,27 +329,24 @@ def main() -> None:
     import ray
     from ray import serve
 
-    from ..serving import EmbeddingConfig, embeddings
+    from ..server.ray_app import RayConfig, application
 
     port = free_port()
     with tempfile.TemporaryDirectory() as temporary:
         model = arguments.model or make_model(Path(temporary))
         ray.init(
-            num_cpus=arguments.replicas + 1,
+            num_cpus=arguments.replicas + 2,
             object_store_memory=_OBJECT_STORE,
             include_dashboard=False,
             logging_level="warning",
         )
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": port})
-            tokenizer = None if arguments.tokenizer is None else str(arguments.tokenizer.absolute())
-            config = EmbeddingConfig(
-                model=str(model.absolute()), tokenizer=tokenizer, replicas=arguments.replicas, max_texts=128
-            )
+            config = RayConfig(model=str(model.absolute()), replicas=arguments.replicas)
             if arguments.overload is not None:
-                print_overload(arguments, port, config, tokenizer)
+                print_overload(arguments, port, config)
                 return
-            serve.run(embeddings(config))
+            serve.run(application(config))
             refused = check_refusals(port)
             killed: list[str] = []
             if arguments.kill is not None:

@@ -8,6 +8,7 @@
 #include "attention/paged.h"
 #include "attention/softcap.h"
 #include "simd/at_byte.h"
+#include "simd/prefetch.h"
 
 namespace ortolan {
 namespace {
@@ -98,6 +99,14 @@ class PagedLoop {
 
   const uint8_t* Block(const uint16_t* pool, int64_t block) const {
     return reinterpret_cast<const uint8_t*>(AtByte(pool, args_.blocks[block] * args_.block_bytes));
+  }
+  // Prefetches a tile. With few rows, attention waits for memory: blocks of a sequence are anywhere in the pools.
+  void Prefetch(int64_t tile) const {
+    const int64_t bytes = kBlockTokens * dim_ * kBf16, end = EndOf(args_.tokens - 1);
+    for (int64_t key = tile; key < tile + kPagedTile && key < end; key += kBlockTokens) {
+      PrefetchForLater(Block(args_.keys, key / kBlockTokens), bytes);
+      PrefetchForLater(Block(args_.values, key / kBlockTokens), bytes);
+    }
   }
   // A tile may end after the sequence's last block. Those keys are not read.
   Bf16 Tile(const uint16_t* pool, int64_t first, int64_t end) const {
@@ -292,7 +301,11 @@ class PagedLoop {
     const PagedLoop loop(args, partial, scratch);
     loop.Begin(args.sinks != nullptr && begin == 0);
     const int64_t seen = args.position + args.tokens;
-    for (int64_t tile = begin; tile < (end < seen ? end : seen); tile += kPagedTile) loop.AttendTile(tile);
+    const bool few_rows = args.tokens * args.heads < kManyRows;
+    for (int64_t tile = begin; tile < (end < seen ? end : seen); tile += kPagedTile) {
+      if (few_rows) loop.Prefetch(tile + kPagedTile);
+      loop.AttendTile(tile);
+    }
     loop.End();
   }
 };

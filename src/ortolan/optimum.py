@@ -56,8 +56,9 @@ class OrtolanOptimizer:
     ) -> OptimizationReport:
         """Write the optimized model, with configuration and tokenizer, to a new folder.
 
-        Options, report and errors are those of `ortolan.optimize_onnx`, without `prompt` and `texts_in`. Compressed
-        caches get the shape that Optimum creates, so options `window` and `sinks` of pass compress_cache must be 0.
+        Options, report and errors are those of `ortolan.optimize_onnx`, without `prompt`, `texts_in` and `serve`.
+        Compressed caches get the shape that Optimum creates, so options `window` and `sinks` of pass compress_cache
+        must be 0.
 
         Args:
             save_dir: The folder to write.
@@ -67,6 +68,8 @@ class OrtolanOptimizer:
         chosen = read_options("optimize", settings, options)
         if chosen.texts_in:
             raise RecipeError("texts_in is not supported by Optimum, which tokenizes texts itself; use optimize_onnx")
+        if chosen.serve:
+            raise RecipeError("serve is not supported by Optimum, which cannot run that form; use optimize_onnx")
         choice = read_choice(chosen)
         if choice.recipe is not None:  # recipes found by a search never compress caches
             served = choice.recipe.for_equal_caches("Optimum")

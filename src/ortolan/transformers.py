@@ -61,7 +61,7 @@ _Options: Any = make_dataclass("_Options", _config_fields(), bases=(OnnxConfig,)
 
 @dataclass
 class OrtolanConfig(_Options):  # type: ignore[misc]
-    """OnnxConfig with the options of `ortolan.OptimizeOptions`, except prompt, texts_in, dry_run and progress."""
+    """OnnxConfig with `ortolan.OptimizeOptions`, except prompt, texts_in, serve, dry_run and progress."""
 
     export_format: str = FORMAT
 

@@ -279,13 +279,16 @@ def test_an_environment_that_cannot_be_made_says_why_and_is_tried_again(monkeypa
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("decoder",), "expected encoders, sparse encoders, decoders, layers; found 'decoder'"),
+        (("decoder",), "expected encoders, sparse encoders, decoders, layers, serving; found 'decoder'"),
         (("--peer", "tensorflow"), "invalid choice: 'tensorflow'"),
         (("--sts", "none.csv"), "--sts: file 'none.csv' does not exist"),
         (("--from", "none.json"), "--from: file 'none.json' does not exist"),
         (("--json", "none/one.json"), "--json: expected a folder to write to, found 'none'"),
         (("--pictures", "none"), "--pictures: expected a folder, found 'none'"),
         (("--threads", "0"), "--threads: expected 1 or more, found 0"),
+        (("--requests", "4", "0"), "--requests: expected 1 or more, found 0"),
+        (("--arrivals", "-1"), "--arrivals: expected 0 or more, found -1"),
+        (("--gguf", "none.gguf"), "--gguf: file 'none.gguf' does not exist"),
     ],
 )
 def test_what_there_is_none_of_is_refused(arguments, words, tmp_path):

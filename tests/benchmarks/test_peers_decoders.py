@@ -108,6 +108,7 @@ def test_a_step_behind_a_cache_of_any_content(runner):
         ("torch", "torch", {"form": "fp32"}),
         ("ctranslate2", "ctranslate2", {"form": "int8"}),
         ("mistralrs", "mistralrs", {"how": "by hand"}),
+        ("openvino-genai", "openvino", {}),
     ],
 )
 def test_a_missing_package_is_told(model, tmp_path, engine, module, options):

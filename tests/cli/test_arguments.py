@@ -53,9 +53,9 @@ def test_search() -> None:
 
 def test_hosts_leave_out_what_they_cannot_pass_on() -> None:
     optimum = {option.name for option in options_of("optimum")}
-    assert set(NAMES) - optimum == {"prompt", "texts_in", "portable", "dry_run", "progress"}
+    assert set(NAMES) - optimum == {"prompt", "texts_in", "serve", "portable", "dry_run", "progress"}
     transformers = {option.name for option in options_of("transformers")}
-    assert set(NAMES) - transformers == {"prompt", "texts_in", "dry_run", "progress"}
+    assert set(NAMES) - transformers == {"prompt", "texts_in", "serve", "dry_run", "progress"}
 
 
 def test_values_of_a_command_line() -> None:

@@ -15,7 +15,7 @@ MODULES = (
     "ortolan.train",
     "ortolan.optimum",
     "ortolan.transformers",
-    "ortolan.serving",
+    "ortolan.server",
     "ortolan.triton",
 )
 

@@ -1,4 +1,4 @@
-"""The server commands and requests in docs/serving.md run on a Ray cluster of the test."""
+"""The server commands and requests in docs/serving.md run, some of them on a Ray cluster of the test."""
 
 from __future__ import annotations
 
@@ -15,41 +15,47 @@ import onnx_ir as ir
 import pytest
 
 from ortolan import TextInput
+from ortolan.benchmarks.serving import free_port
 from ortolan.graph_passes.text.text_input import add_text_input, plan_text_input
 from ortolan.models import tiny
 
+from ..models.gguf_file import CONFIGS
+from ..models.gguf_file import write as write_gguf
 from ..text.reranker import write_reranker
 from ..text.wordpiece_file import write_wordpiece
 from .pages import blocks
 
-ray = pytest.importorskip("ray")
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
 pytest.importorskip("onnxruntime_extensions")
-
-from ..serving.ray_cluster import ray_cluster  # noqa: E402
 
 SECONDS = 300  # time limit for a server's answer
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A folder with fast.onnx, whose input is text, reranker.onnx, decoder.onnx and tokenizer.json."""
+    """A folder with fast.onnx, whose input is text, the folder reranker, and small.gguf."""
     found = tmp_path_factory.mktemp("models")
     tokenizer = write_wordpiece(found / "tokenizer.json")
     encoder = tiny.tiny_bert(vocab_size=256)
     add_text_input(encoder, plan_text_input(encoder, TextInput(tokenizer, max_tokens=16)))
     ir.save(encoder, found / "fast.onnx")
-    write_reranker(found / "pairs", vocab_size=256)
-    (found / "pairs/model.onnx").rename(found / "reranker.onnx")
-    ir.save(tiny.tiny_llama(seed=4, vocab_size=107), found / "decoder.onnx")
+    write_reranker(found / "reranker", vocab_size=256)
+    write_wordpiece(found / "reranker/tokenizer.json")
+    write_gguf(found / "small.gguf", CONFIGS["llama"])
     return found
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(folder):
     """Start a cluster, and return its address and its proxy's port."""
-    with ray_cluster() as port:
-        yield ray.get_runtime_context().gcs_address, port
+    ray = pytest.importorskip("ray")
+    from ..serving.ray_cluster import ray_cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ORTOLAN_CACHE", str(folder))  # of the replicas, which inherit it
+        with ray_cluster() as port:
+            yield ray.get_runtime_context().gcs_address, port
 
 
 def curl(command: str, port: int, expected: str) -> None:
@@ -72,9 +78,9 @@ class Server:
     The command is killed, so its application keeps running until the next command replaces it.
     """
 
-    def __init__(self, command: str, folder: Path, address: str) -> None:
+    def __init__(self, command: str, folder: Path, address: str = "") -> None:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": path, "RAY_ADDRESS": address}
+        environment = {**os.environ, "PATH": path, "RAY_ADDRESS": address, "ORTOLAN_CACHE": str(folder)}
         self.log = (folder / "server.log").open("w")
         self.process = subprocess.Popen(
             ["bash", "-c", f"exec {command}"], cwd=folder, env=environment, stdout=self.log, stderr=subprocess.STDOUT
@@ -90,10 +96,23 @@ class Server:
 
 
 CONSOLE = [code.replace("\\\n", "") for language, code in blocks("serving.md") if language == "console"]
+ONE_PROCESS = [code for code in CONSOLE if code.startswith("ortolan serve")]
+ON_RAY = [code for code in CONSOLE if code not in ONE_PROCESS]
 
 
-@pytest.mark.parametrize("code", CONSOLE, ids=[code.split("\n")[0][:40] for code in CONSOLE])
-def test_console(code, cluster, folder):
+@pytest.mark.parametrize("code", ONE_PROCESS, ids=[code.split("\n")[0][:40] for code in ONE_PROCESS])
+def test_console(code, folder):
+    if shutil.which("curl") is None:
+        pytest.skip("no curl")
+    server, request = code.splitlines()
+    command, expected = request.split("  # ")
+    port = free_port()
+    with Server(f"{server} --port {port} --threads 1", folder):
+        curl(command, port, expected)
+
+
+@pytest.mark.parametrize("code", ON_RAY, ids=[code.split("\n")[0][:40] for code in ON_RAY])
+def test_console_of_ray(code, cluster, folder):
     if shutil.which("curl") is None:
         pytest.skip("no curl")
     address, port = cluster
@@ -110,7 +129,7 @@ def test_the_file_of_applications(cluster, folder):
     ((_, code),) = [block for block in blocks("serving.md") if block[0] == "yaml"]
     (folder / "serve.yaml").write_text(code.replace("/models/", f"{folder}/"))
     with Server("serve run serve.yaml", folder, address):
-        for prefix, model in (("", "fast.onnx"), ("/llm", "decoder.onnx")):
+        for prefix, model in (("", "fast"), ("/llm", "small")):
             curl(
                 shlex.join(["curl", f"http://127.0.0.1:8000{prefix}/health"]),
                 port,

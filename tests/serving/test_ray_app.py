@@ -7,6 +7,7 @@ import json
 import time
 
 import onnx
+import onnx_ir as ir
 import pytest
 
 ray = pytest.importorskip("ray")
@@ -14,11 +15,14 @@ openai = pytest.importorskip("openai")
 
 from ray import serve  # noqa: E402
 
+from ortolan.benchmarks.serving import _BAD, check_refusals  # noqa: E402
+from ortolan.models import tiny  # noqa: E402
 from ortolan.optimize import optimize_onnx  # noqa: E402
 from ortolan.server.ray_app import RayConfig, application, prefix_key  # noqa: E402
 
 from ..passes.cached_llama import llama  # noqa: E402
 from ..server.scripted import CHATML, END, events, make_tokenizer, wait_for  # noqa: E402
+from ..text.wordpiece_file import write_wordpiece  # noqa: E402
 from .ray_cluster import ray_cluster  # noqa: E402
 
 
@@ -37,6 +41,10 @@ def url(tmp_path_factory):
     with ray_cluster() as port:
         config = RayConfig(model=str(folder.with_name("serving")), name="small", replicas=2, cache_bytes=1 << 26)
         serve.run(application(config))
+        write_wordpiece(folder.with_name("tokenizer.json"))
+        ir.save(tiny.tiny_bert(vocab_size=256), folder.with_name("model.onnx"))
+        encoder = RayConfig(model=str(folder.with_name("model.onnx")), name="encoder", min_replicas=1, max_replicas=2)
+        serve.run(application(encoder), name="encoder", route_prefix="/encoder")
         yield f"http://127.0.0.1:{port}"
 
 
@@ -65,6 +73,15 @@ def test_refusals(client, url):
     with pytest.raises(openai.APIStatusError) as refused:
         client.completions.create(model="x", prompt="x" * (5 << 20))
     assert refused.value.status_code == 413
+
+
+def test_another_application_beside_it(url):
+    client = openai.OpenAI(base_url=f"{url}/encoder/v1", api_key="none", max_retries=0)
+    assert [one.id for one in client.models.list()] == ["encoder"]
+    vectors = client.embeddings.create(model="x", input=["The cat.", "unable"]).data
+    assert len(vectors) == 2
+    found = check_refusals(int(url.rsplit(":")[-1]), "/encoder")
+    assert found == {name: str(status) for name, (_, status) in _BAD.items()}
 
 
 def test_a_conversation_stays_with_its_replica(client):

@@ -1,8 +1,8 @@
-"""Compare Ortolan with other runtimes on one machine: encoders, sparse encoders, decoders, layers.
+"""Compare Ortolan with other runtimes on one machine: encoders, sparse encoders, decoders, layers, serving.
 
 python -m tools.peers [SECTION …] [--peer NAME … | all | none] [--model NAME …] [--work NAME …]
     [--threads 1 2] [--seconds 20] [--sts sts-dev.csv] [--text wikitext2_valid.txt] [--json FILE.json]
-    [--page PAGE.md] [--pictures FOLDER] [--compare OLD.json]
+    [--requests 1 4 16 64] [--arrivals 100] [--gguf FILE.gguf] [--page PAGE.md] [--pictures FOLDER] [--compare OLD.json]
 python -m tools.peers --from FILE.json [--page PAGE.md] [--pictures FOLDER] [--compare OLD.json]
 
 On first use, each runtime is installed into an environment of its own in the cache folder: about 6 GB for all, and
@@ -31,11 +31,11 @@ from rich.table import Table
 
 from ortolan.errors import OrtolanError
 
-from . import decoders, encoders, layers, sparse_encoders
-from .comparison import Job
+from . import decoders, encoders, layers, serving, serving_table, sparse_encoders
+from .comparison import ARRIVALS, REQUESTS, Job
 from .environments import ASKED_FOR, REQUIREMENTS, make_environment
-from .result import PeersResult
-from .verdict import DECODERS, ENCODERS, LAYERS, SECTIONS, SPARSE_ENCODERS, changes, verdicts
+from .result import PeersResult, Row
+from .verdict import DECODERS, ENCODERS, LAYERS, SECTIONS, SERVING, SPARSE_ENCODERS, changes, verdicts
 
 _ALL, _NONE = "all", "none"
 _INTERRUPTED = 130
@@ -44,6 +44,7 @@ MEASURE: Mapping[str, Callable[[Job, PeersResult], None]] = {
     SPARSE_ENCODERS: sparse_encoders.measure,
     DECODERS: decoders.measure,
     LAYERS: layers.measure,
+    SERVING: serving.measure,
 }
 
 
@@ -59,7 +60,25 @@ def read_arguments() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--model", nargs="+", metavar="NAME", help="only these models, by their names in the tables")
     parser.add_argument("--work", nargs="+", metavar="NAME", help="only these works, by their names in the tables")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--threads", type=int, nargs="+", action="extend", help="default: 1 2")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        nargs="+",
+        action="extend",
+        metavar="N",
+        help=f"{SERVING}: requests that come at once; default: {' '.join(map(str, REQUESTS))}",
+    )
+    parser.add_argument(
+        "--arrivals",
+        type=int,
+        default=ARRIVALS,
+        metavar="N",
+        help=f"{SERVING}: requests that come at random times; default: {ARRIVALS}; 0: none",
+    )
+    parser.add_argument(
+        "--gguf", type=Path, metavar="FILE.gguf", help=f"{SERVING}: measure this model too; needs --text"
+    )
     parser.add_argument(
         "--seconds",
         type=float,
@@ -77,10 +96,12 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--compare", type=Path, metavar="OLD.json", help="print what changed since that result")
     parser.add_argument("--from", dest="data", type=Path, metavar="FILE.json", help="show this result; measure nothing")
     arguments = parser.parse_args()
+    arguments.threads = arguments.threads or [1, 2]
+    arguments.requests = arguments.requests or list(REQUESTS)
     for name in arguments.sections:
         if name not in SECTIONS:
             parser.error(str(argparse.ArgumentError(sections, f"expected {', '.join(SECTIONS)}; found {name!r}")))
-    for option in ("sts", "text", "compare", "data"):
+    for option in ("sts", "text", "gguf", "compare", "data"):
         path = getattr(arguments, option)
         if path and not path.is_file():
             parser.error(f"--{'from' if option == 'data' else option}: file {str(path)!r} does not exist")
@@ -90,8 +111,11 @@ def read_arguments() -> argparse.Namespace:
             parser.error(f"--{option}: expected a folder to write to, found {str(path.parent)!r}")
     if arguments.pictures and not arguments.pictures.is_dir():
         parser.error(f"--pictures: expected a folder, found {str(arguments.pictures)!r}")
-    if min(arguments.threads) < 1:
-        parser.error(f"--threads: expected 1 or more, found {min(arguments.threads)}")
+    for option, least in (("threads", 1), ("requests", 1), ("arrivals", 0)):
+        found = getattr(arguments, option)
+        smallest = min(found) if isinstance(found, list) else found
+        if smallest < least:
+            parser.error(f"--{option}: expected {least} or more, found {smallest}")
     return arguments
 
 
@@ -149,6 +173,9 @@ def measure(arguments: argparse.Namespace, result: PeersResult) -> None:
             say,
             arguments.sts,
             arguments.text,
+            arguments.gguf,
+            tuple(sorted(set(arguments.requests))),
+            arguments.arrivals,
             tuple(arguments.model) if arguments.model else None,
             tuple(arguments.work) if arguments.work else None,
             result.timed(),
@@ -169,6 +196,16 @@ def save(result: PeersResult, path: Path | None) -> None:
 def seen_from(page: Path, path: Path | None) -> str | None:
     """Return the path relative to the page, for a link."""
     return None if path is None else Path(os.path.relpath(path, page.parent)).as_posix()
+
+
+def serving_table_of(rows: Sequence[Row]) -> Table:
+    """Return the table of decoders that serve requests."""
+    table = Table(title="Serving", title_justify="left")
+    for column in serving_table.columns():
+        table.add_column(column)
+    for cells in serving_table.lines(rows):
+        table.add_row(*cells)
+    return table
 
 
 def show(result: PeersResult, arguments: argparse.Namespace) -> None:
@@ -192,6 +229,8 @@ def show(result: PeersResult, arguments: argparse.Namespace) -> None:
             f"{'missed ' if one.missed else ''}{one.goal:g}x",
         )
     console.print(table)
+    if served := [row for row in result.rows if row.section == SERVING]:
+        console.print(serving_table_of(served))
     for reason in result.left_out:
         console.print(f"left out: {reason}", markup=False)
     if arguments.compare:
@@ -232,11 +271,12 @@ def main() -> None:
 def command_words(arguments: argparse.Namespace) -> list[str]:
     """Return the arguments that determine the result, with file names instead of paths."""
     words = [*arguments.sections, "--peer", *arguments.peer]
-    for option in ("model", "work", "threads", "seconds"):
+    serves = SERVING in (arguments.sections or SECTIONS)
+    for option in ("model", "work", "threads", "seconds", *(("requests", "arrivals") if serves else ())):
         value = getattr(arguments, option)
         if value is not None:
             words += [f"--{option}", *map(str, value if isinstance(value, list) else [f"{value:g}"])]
-    for option in ("sts", "text"):
+    for option in ("sts", "text", "gguf"):
         if path := getattr(arguments, option):
             words += [f"--{option}", path.name]
     return words

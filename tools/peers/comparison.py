@@ -15,7 +15,10 @@ from .result import PeersResult, Row
 from .verdict import counts_beside, is_no_worse
 
 OUTRUN = 1.25  # ratio of speeds
+REQUESTS, ARRIVALS = (1, 4, 16, 64), 100
 Judge = Callable[[Runner], Mapping[str, float]]
+Found = Mapping[str, tuple[Runner, Row]]  # the configurations that were made, by name
+LeaveOut = Callable[[str, WorkerError], None]  # records why a configuration's work is missing
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,9 @@ class Job:
     Attributes:
         seconds: Time for each kind of work, for all configurations together.
         pythons: Maps each engine that takes part to its interpreter.
+        gguf: A GGUF file that is served too.
+        requests: Numbers of requests to serve at once.
+        arrivals: Number of requests that arrive at random times.
         models, works: Names of models and kinds of work to measure; None for all.
         done: Maps (section, model) to the numbers of threads that its rows already have.
         keep: Called when all rows of a model are complete.
@@ -37,6 +43,9 @@ class Job:
     say: Callable[[str], None]
     sts: Path | None = None
     text: Path | None = None
+    gguf: Path | None = None
+    requests: tuple[int, ...] = REQUESTS
+    arrivals: int = ARRIVALS
     models: tuple[str, ...] | None = None
     works: tuple[str, ...] | None = None
     done: Mapping[tuple[str, str], frozenset[int]] = field(default_factory=dict)
@@ -71,6 +80,9 @@ class Work:
     after: str | None = None
 
 
+TimeAll = Callable[[Job, Found, Sequence[Work], int, LeaveOut], None]
+
+
 def compare(
     job: Job,
     section: str,
@@ -81,12 +93,14 @@ def compare(
     judge: Judge,
     result: PeersResult,
     openings: int = 3,
+    time_all: TimeAll | None = None,
 ) -> None:
     """Add a row, or the reason for its absence, for each configuration; extend existing rows by new numbers of threads.
 
     script: The section's file in tools/workers. configurations: The first one is judged first. works: Kinds of work;
     the load time is measured with the first. judge: Returns the qualities of an opened configuration; raises
     WorkerError for wrong answers. openings: How often the load time is measured; 0 leaves load time and memory out.
+    time_all: Times all works with one number of threads; by default, passes in turns.
     """
 
     def leave_out(name: str, error: WorkerError) -> None:
@@ -118,7 +132,7 @@ def compare(
             qualities = ", ".join(f"{name} {value:.4f}" for name, value in row.quality.items())
             job.say(f"{section}, {model}: {one.name} made in {perf_counter() - began:.0f} s; {qualities}")
         for threads in threads_left:
-            _time_all(job, found, works, threads, leave_out)
+            (time_all or _time_all)(job, found, works, threads, leave_out)
             job.say(f"{section}, {model}: timed with {threads} thread{'s' if threads > 1 else ''}")
     job.keep()
 
@@ -142,32 +156,39 @@ def outrun_by(row: Row, rows: Sequence[Row], work: str, threads: int) -> str | N
         return next((name for name, other in faster.items() if is_no_worse(other, row)), None)
     beside = [ours for ours in rows if ours.ours and counts_beside(row, ours)]
     decides = any(not any(counts_beside(other, ours) for other in faster.values()) for ours in beside)
-    return None if decides else next(iter(faster), None)
+    if decides:
+        return None
+    equal = (name for name, other in faster.items() if any(counts_beside(other, ours) for ours in beside))
+    return next(equal, next(iter(faster), None))
 
 
-def _time_all(
-    job: Job,
-    found: Mapping[str, tuple[Runner, Row]],
-    works: Sequence[Work],
-    threads: int,
-    leave_out: Callable[[str, WorkerError], None],
-) -> None:
+def open_all(found: Found, threads: int, work: Work, leave_out: LeaveOut) -> dict[str, Runner]:
+    """Open the configurations with this number of threads, and return their processes; leave the rest out."""
     opened = {}
     for name, (runner, _) in found.items():
         try:
-            runner.open(threads, works[0].given)
+            runner.open(threads, work.given)
             opened[name] = runner
         except WorkerError as error:
             leave_out(f"{name}, {threads} threads", error)
+    return opened
+
+
+def require_not_outrun(row: Row, rows: Sequence[Row], work: str, threads: int) -> None:
+    """Raise WorkerError if a faster row at a cheaper work makes this row irrelevant."""
+    if other := outrun_by(row, rows, work, threads):
+        raise WorkerError(f"skipped: at {work}, {other} is at least {OUTRUN:g} times as fast at equal quality")
+
+
+def _time_all(job: Job, found: Found, works: Sequence[Work], threads: int, leave_out: LeaveOut) -> None:
+    opened = open_all(found, threads, works[0], leave_out)
     for work in works:
         given = {}
         rows = [found[name][1] for name in opened]
         for name, runner in opened.items():
             try:
-                if work.after is not None and (other := outrun_by(found[name][1], rows, work.after, threads)):
-                    raise WorkerError(
-                        f"skipped: at {work.after}, {other} is at least {OUTRUN:g} times as fast at equal quality"
-                    )
+                if work.after is not None:
+                    require_not_outrun(found[name][1], rows, work.after, threads)
                 runner.give(work.given)
                 given[name] = runner
             except WorkerError as error:

@@ -116,6 +116,14 @@ class Runner:
         """
         return list(map(float, self._running().ask("time", passes=passes, warm_up=warm_up)["seconds"]))
 
+    def serve(self) -> Mapping[str, Any]:
+        """Serve the requests of the work that was given, and return the reply of tools/workers/serving.py.
+
+        Raises:
+            WorkerError: A request failed.
+        """
+        return self._running().ask("serve")
+
     def answer(self, work: Mapping[str, Any]) -> np.ndarray:
         """Return the answers to the work, float32 [rows, …]. The work replaces the one set before.
 

@@ -58,6 +58,7 @@ TORCH_FORMS = ("fp32", "bf16", "int8")
 CTRANSLATE2_FORMS = ("int8",)
 GGUF_FORMS = ("Q4_0", "Q4_1", "Q4_K_M", "Q8_0")
 MIXED_FORMS = ("Q4_K_M",)
+OPENVINO_FORMS = ("Q8_0",)
 GGUF_LONG_FORMS = ("Q4_0", "Q8_0")
 
 
@@ -105,9 +106,14 @@ def measure(job: Job, result: PeersResult) -> None:
             source = make_source(job, model, folder)
             works = [work for work in works_for(source) if job.takes_work(work.name)]
             configurations = list(configurations_for(job, source))
-            for name, found in (("mistral.rs", _mistralrs), ("Ortolan 4 to 8 bits", _mixed_bits)):
+            others = {
+                "mistral.rs": _mistralrs(job, source),
+                "Ortolan 4 to 8 bits": _mixed_bits(job, source),
+                "OpenVINO GenAI": openvino_genai(job, gguf=source.gguf),
+            }
+            for name, found in others.items():
                 try:
-                    configurations += found(job, source)
+                    configurations += found
                 except WorkerError as error:
                     result.left_out.append(f"{SECTION}, {model}: {name}: {error}")
             compare(job, SECTION, model, SCRIPT, configurations, works, judge_for(source), result)
@@ -205,7 +211,7 @@ def configurations_for(job: Job, source: Source) -> Iterator[Configuration]:
     if source.model == SMOLLM2:
         yield Configuration("Ortolan, the Q4_1 file imported", "ortolan", source.gguf, ours=True)
     yield from _llama_cpp(job, source)
-    yield from _genai(job, source)
+    yield from genai_configurations(job, source)
     yield from _torch(job, source)
     yield from _ctranslate2(job, source)
 
@@ -221,7 +227,8 @@ def _llama_cpp(job: Job, source: Source) -> Iterator[Configuration]:
         yield Configuration(f"llama.cpp {form}, Q8_0 cache", "llama.cpp", source.gguf, options, python)
 
 
-def _genai(job: Job, source: Source) -> Iterator[Configuration]:
+def genai_configurations(job: Job, source: Source) -> Iterator[Configuration]:
+    """Yield ONNX Runtime GenAI with models of ONNX Runtime's quantizer."""
     if (python := job.pythons.get("onnxruntime-genai")) is None:
         return
     for name in GENAI:
@@ -232,6 +239,21 @@ def _genai(job: Job, source: Source) -> Iterator[Configuration]:
         told = ", ".join(f"{key}={value}" for key, value in NBITS[name].items())
         options = {"how": f"MatMulNBitsQuantizer({told})"}
         yield Configuration(f"ORT GenAI {name}", "onnxruntime-genai", folder, options, python)
+
+
+def openvino_genai(job: Job, gguf: Path) -> Iterator[Configuration]:
+    """Yield OpenVINO GenAI with a GGUF file, and with the same weights in 8 bits.
+
+    It rounds the minima of Q4_1 to integer zero points, so that file loses quality. llama.cpp makes the other one.
+
+    Raises:
+        WorkerError: llama.cpp does not take part or cannot make the file.
+    """
+    if (python := job.pythons.get("openvino-genai")) is not None:
+        yield Configuration("OpenVINO GenAI, as it is", "openvino-genai", gguf, python=python)
+        for form, made in files_of_llama_cpp(job, gguf, OPENVINO_FORMS, "openvino "):
+            model = Path(made["opened"]["model"])
+            yield Configuration(f"OpenVINO GenAI, {form}", "openvino-genai", model, python=python)
 
 
 def _torch(job: Job, source: Source) -> Iterator[Configuration]:
@@ -257,7 +279,7 @@ def _mistralrs(job: Job, source: Source) -> Iterator[Configuration]:
     python = job.pythons.get("mistralrs")
     if python is None:
         return
-    for form, made in _files_of_llama_cpp(job, source, MISTRALRS_FORMS, "mistralrs "):
+    for form, made in files_of_llama_cpp(job, source.gguf, MISTRALRS_FORMS, "mistralrs "):
         options = {"how": made["call"].partition(";")[0]}
         yield Configuration(f"mistral.rs {form}", "mistralrs", Path(made["opened"]["model"]), options, python)
 
@@ -268,13 +290,13 @@ def _mixed_bits(job: Job, source: Source) -> Iterator[Configuration]:
     Raises:
         WorkerError: llama.cpp does not take part or cannot make the file.
     """
-    for form, made in _files_of_llama_cpp(job, source, MIXED_FORMS, "bytes of "):
+    for form, made in files_of_llama_cpp(job, source.gguf, MIXED_FORMS, "bytes of "):
         options = {"weights": "int4", "max_bytes": os.path.getsize(made["opened"]["model"])}
         yield Configuration(f"Ortolan 4 to 8 bits, bytes of {form}", "ortolan", source.last, options, ours=True)
 
 
-def _files_of_llama_cpp(
-    job: Job, source: Source, forms: Sequence[str], prefix: str
+def files_of_llama_cpp(
+    job: Job, gguf: Path, forms: Sequence[str], prefix: str
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield formats, and what llama.cpp's worker answers for the file that it makes in a folder named after each.
 
@@ -285,13 +307,23 @@ def _files_of_llama_cpp(
         raise WorkerError("llama.cpp, which makes its files, does not take part")
     with Worker(WORKERS / SCRIPT, {"threads": 1, "cpus": []}, python=maker) as worker:
         for form in forms:
-            folder = source.gguf.with_name(f"{prefix}{form}")
+            folder = gguf.with_name(f"{prefix}{form}")
             folder.mkdir()
             options = {"form": form}
             yield (
                 form,
-                worker.ask("make", engine="llama.cpp", model=str(source.gguf), folder=str(folder), options=options),
+                worker.ask("make", engine="llama.cpp", model=str(gguf), folder=str(folder), options=options),
             )
+
+
+def perplexity_of(runner: Runner, work: Mapping[str, Any]) -> float:
+    """Return the perplexity of a configuration on a work of kind "score".
+
+    Raises:
+        WorkerError: The engine cannot do this work.
+    """
+    total, tokens = runner.answer(work).sum(axis=0, dtype=float).tolist()
+    return math.exp(total / tokens)
 
 
 def judge_for(source: Source) -> Judge:
@@ -311,8 +343,7 @@ def judge_for(source: Source) -> Judge:
         # A rounded cache affects only later steps, so the text is scored one token at a time.
         by_steps = rounded or runner.configuration.model == source.last
         work = {"kind": "score", "windows": source.windows, **({"step": 1} if by_steps else {})}
-        total, tokens = runner.answer(work).sum(axis=0, dtype=float).tolist()
-        perplexity = math.exp(total / tokens)
+        perplexity = perplexity_of(runner, work)
         original.append(perplexity)
         if runner.configuration.engine == "llama.cpp":
             by_format[form] = perplexity

@@ -28,6 +28,7 @@ _MAY_HAVE_AMX = sys.platform == "linux" and platform.machine() == "x86_64"
 # Maps an engine to its packages. Versions are pinned, because results of different versions are not comparable.
 REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "openvino": ("openvino==2026.4.1", "nncf==3.4.0"),
+    "openvino-genai": ("openvino-genai==2026.4.1.0", "openvino-tokenizers==2026.4.1.0", "openvino==2026.4.1"),
     "ctranslate2": ("ctranslate2==4.8.5", _TRANSFORMERS, _TORCH),
     "torch": (_TORCH, _TRANSFORMERS),
     "sentence-transformers": ("sentence-transformers==6.2.0", _TORCH),

@@ -11,10 +11,12 @@ from .result import Row
 # ONNX Runtime.
 RUNTIMES: Mapping[str, str] = {
     "ortolan": "Ortolan",
+    "ortolan-decoder": "Ortolan",
     "onnxruntime": "ONNX Runtime",
     "onnxruntime-genai": "ONNX Runtime",
     "fastembed": "ONNX Runtime",
     "openvino": "OpenVINO",
+    "openvino-genai": "OpenVINO",
     "ctranslate2": "CTranslate2",
     "torch": "PyTorch",
     "sentence-transformers": "PyTorch",

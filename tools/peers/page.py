@@ -7,9 +7,10 @@ from pathlib import Path
 
 from ortolan.errors import OrtolanError
 
+from . import serving_table
 from .names import MODELS, cpu_label, form_label
 from .result import PeersResult, Row, works_of
-from .verdict import SECTIONS, Verdict, verdicts
+from .verdict import SECTIONS, SERVING, Verdict, verdicts
 
 try:
     import jinja2
@@ -95,7 +96,12 @@ def _form(row: Row) -> str:
 
 def _groups(result: PeersResult, section: str) -> dict[str, tuple[list[str], list[list[str]]]]:
     """Return by model the columns and rows of its table."""
-    return {_model(model): _table(rows) for (one, model), rows in result.groups().items() if one == section}
+    table = _serving_table if section == SERVING else _table
+    return {_model(model): table(rows) for (one, model), rows in result.groups().items() if one == section}
+
+
+def _serving_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    return serving_table.columns(), serving_table.lines(rows)
 
 
 def _table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:

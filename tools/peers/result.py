@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from ortolan.benchmarks.result import cpu_name
 from ortolan.errors import OrtolanError
@@ -29,6 +30,17 @@ class Speed:
     spread: float
 
 
+@dataclass(frozen=True)
+class Measure:
+    """A latency, a memory size or another figure of one work, which is not a speed."""
+
+    work: str
+    threads: int
+    name: str
+    unit: str
+    value: float
+
+
 @dataclass
 class Row:
     """One configuration of a model, with its measurements.
@@ -49,10 +61,22 @@ class Row:
     peak_megabytes: float | None = None
     quality: dict[str, float] = field(default_factory=dict)
     speeds: list[Speed] = field(default_factory=list)
+    measures: list[Measure] = field(default_factory=list)
+
+    def measure(self, work: str, threads: int, name: str) -> Measure | None:
+        """Return a measure of a work, or None."""
+        key = (work, threads, name)
+        return next((one for one in self.measures if (one.work, one.threads, one.name) == key), None)
 
     def speed(self, work: str, threads: int) -> Speed | None:
         """Return the speed at a work, or None."""
         return next((one for one in self.speeds if (one.work, one.threads) == (work, threads)), None)
+
+
+def _row_from(found: Mapping[str, Any]) -> Row:
+    """Return the row of a result's file. Files of older versions have no measures."""
+    speeds = [Speed(**one) for one in found["speeds"]]
+    return Row(**{**found, "speeds": speeds, "measures": [Measure(**one) for one in found.get("measures", ())]})
 
 
 def _differences(one: Row, other: Row) -> Iterator[tuple[str, float, float]]:
@@ -93,7 +117,7 @@ class PeersResult:
         """
         try:
             found = json.loads(text)
-            rows = [Row(**{**row, "speeds": [Speed(**one) for one in row["speeds"]]}) for row in found["rows"]]
+            rows = [_row_from(row) for row in found["rows"]]
             return cls(**{**found, "rows": rows})
         except (ValueError, TypeError, KeyError) as error:
             raise OrtolanError(

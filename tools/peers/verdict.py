@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from .result import PeersResult, Row, Speed, works_of
 
 ENCODERS, SPARSE_ENCODERS, DECODERS, LAYERS = "encoders", "sparse encoders", "decoders", "layers"
-SECTIONS = (ENCODERS, SPARSE_ENCODERS, DECODERS, LAYERS)
+SERVING = "serving"
+SECTIONS = (ENCODERS, SPARSE_ENCODERS, DECODERS, LAYERS, SERVING)
 
 LONG_STEP = "step at 16384"
 COSINE = 0.99  # to the fp32 vectors: encoders at or above it count as equal; Ortolan rows below it are not compared
@@ -44,15 +45,17 @@ def _equal_encoders(peer: Row, ours: Row) -> bool:
 
 
 _ENCODER_RULE = Rule("cosine", lambda ours: ours.quality["cosine"] >= COSINE, _equal_encoders)
+_DECODER_RULE = Rule(
+    "perplexity",
+    lambda ours: True,
+    lambda peer, ours: peer.quality["perplexity"] <= _PERPLEXITY * ours.quality["perplexity"],
+    less_is_better=True,
+)
 RULES: Mapping[str, Rule] = {
     ENCODERS: _ENCODER_RULE,
     SPARSE_ENCODERS: _ENCODER_RULE,
-    DECODERS: Rule(
-        "perplexity",
-        lambda ours: True,
-        lambda peer, ours: peer.quality["perplexity"] <= _PERPLEXITY * ours.quality["perplexity"],
-        less_is_better=True,
-    ),
+    DECODERS: _DECODER_RULE,
+    SERVING: _DECODER_RULE,
     LAYERS: Rule(
         "error",
         lambda ours: True,
@@ -70,6 +73,8 @@ def goal_of(section: str, work: str) -> float:
         return 2.5
     if section == DECODERS:
         return 3.0 if work == LONG_STEP else 1.5 if work.startswith("prompt") else 1.3
+    if section == SERVING:
+        return 1.5 if work.endswith("whole") else 1.0
     return 1.0
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -65,6 +67,13 @@ def serving_folder(source: Path, cache: Path, progress: Progress | None = None) 
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.with_suffix(".lock")):
+        if not target.is_dir():  # another process may have made it meanwhile
+            _convert(source, target, is_gguf, progress)
+    return target
+
+
+def _convert(source: Path, target: Path, is_gguf: bool, progress: Progress | None) -> None:
     if is_gguf:
         from ..importer import import_gguf
 
@@ -73,7 +82,16 @@ def serving_folder(source: Path, cache: Path, progress: Progress | None = None) 
         from ..optimize import optimize_onnx
 
         optimize_onnx(source, target, serve=True, progress=progress)
-    return target
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Wait until no other process has the lock: several replicas start at the same time."""
+    import fcntl
+
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _fingerprint(source: Path) -> str:

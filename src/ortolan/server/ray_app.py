@@ -6,7 +6,7 @@ Ray Serve starts, restarts and scales the replicas. A router sends requests that
 conversation, to the same replica, whose prefix cache knows the beginning, unless that replica is full.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: `serve run` reads the type of the argument of `application`.
 
 import asyncio
 import contextlib
@@ -45,7 +45,7 @@ _SHUTDOWN_SECONDS = 30.0
 _PREFIXES = 512  # beginnings of requests that the router remembers for each replica
 _PREFIX_LENGTH = 1024  # characters or tokens of a prompt that is not a chat
 _ATTEMPTS = 3  # replicas that are tried, if they die before they answer
-_SCOPE = ("type", "asgi", "http_version", "method", "path", "raw_path", "query_string", "headers", "client", "scheme")
+_SCOPE = ("type", "asgi", "http_version", "method", "path", "query_string", "headers", "client", "scheme")
 _LOST = "the replica with this answer died; send the request again"
 
 
@@ -224,7 +224,9 @@ class Router:
             if len(content) > self._most_bytes:
                 return error_response(ApiError(413, f"body has more than {self._most_bytes} bytes, its limit"))
         scope = {name: request.scope[name] for name in _SCOPE if name in request.scope}
-        prefix = prefix_key(request.url.path, bytes(content)) if request.method == "POST" else ""
+        # Without the application's route_prefix, because the replica's application knows its own paths.
+        scope["path"] = scope["path"].removeprefix(request.scope.get("root_path", "")) or "/"
+        prefix = prefix_key(scope["path"], bytes(content)) if request.method == "POST" else ""
         handle = self._servers.options(stream=True, multiplexed_model_id=prefix)
         for _ in range(_ATTEMPTS):
             messages = handle.answer.remote(scope, bytes(content))

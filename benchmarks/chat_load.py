@@ -1,0 +1,237 @@
+"""Load test of `ortolan serve`: chats that arrive at random, at a multiple of the server's capacity.
+
+python -m ortolan.benchmarks.chat_load FOLDER [--load 2] [--seconds 1800] [--threads 2] [--max-queue 128] [--json]
+
+Starts the server on a free port of the loopback interface. First measures its capacity: answers a second to clients
+that wait for their answers. Then chats arrive as a Poisson process, at `--load` times the capacity, with prompts of 100
+to 400 tokens and streamed answers of 100. Prints the outcome of the requests, time to the first token, time between
+tokens, and the server's memory over time. A request that ends neither with a whole answer nor with 429 and Retry-After
+is lost; exits with 1 if there is one, or if two answers to one chat differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .result import versions_line
+
+_TOKENS = 100  # of an answer
+_CHATS = 64  # different ones
+_CLIENTS = 32  # that measure the capacity
+_WARM_SECONDS, _CAPACITY_SECONDS = 5.0, 30.0
+_MEMORY_SECONDS = 10.0
+_TEXT = "the old ship sailed over a calm sea while people on shore watched it go and thought about their lives"
+
+
+@dataclass
+class Load:
+    """Counts and times that clients measured.
+
+    Attributes:
+        outcomes: Requests by outcome: "answered", "refused" (429 with Retry-After), or a symptom.
+        first: Seconds to the first token.
+        between: Seconds between tokens.
+        retry_after: Seconds of Retry-After.
+        different: Answers that differ from an earlier one to the same chat.
+        megabytes: Resident memory of the server, every few seconds.
+    """
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    first: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+    retry_after: list[float] = field(default_factory=list)
+    different: int = 0
+    megabytes: list[int] = field(default_factory=list)
+    answers: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def lost(self) -> int:
+        """Requests that were neither answered nor refused."""
+        return sum(self.outcomes.values()) - self.outcomes["answered"] - self.outcomes["refused"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return counts and percentiles."""
+
+        def spread(seconds: list[float]) -> dict[str, float]:
+            return {f"p{at}": round(float(np.percentile(seconds, at)), 4) for at in (50, 99)} if seconds else {}
+
+        return {
+            "outcomes": dict(self.outcomes),
+            "lost": self.lost,
+            "different": self.different,
+            "first_token_seconds": spread(self.first),
+            "between_tokens_seconds": spread(self.between),
+            "retry_after_seconds": spread(self.retry_after),
+            "megabytes": self.megabytes,
+        }
+
+
+def make_chats(seed: int = 0) -> list[dict[str, Any]]:
+    """Return bodies of requests."""
+    rng = np.random.default_rng(seed)
+    texts = [" ".join(rng.choice(_TEXT.split(), rng.integers(90, 380))) for _ in range(_CHATS)]
+    return [
+        {
+            "model": "any",
+            "messages": [{"role": "user", "content": f"{number}: {text}"}],
+            "max_tokens": _TOKENS,
+            "temperature": 0.8,
+            "seed": number,
+            "stream": True,
+            "ignore_eos": True,
+            "stream_options": {"include_usage": True},
+        }
+        for number, text in enumerate(texts)
+    ]
+
+
+@contextmanager
+def running_server(folder: str, options: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Start `ortolan serve`, and yield its process and address. The server ends with the context."""
+    command = [sys.executable, "-P", "-m", "ortolan", "serve", folder, "--port", "0", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "http://" in line:
+                yield process, "http://" + line.split("http://", 1)[1].split()[0].strip("/ ")
+                return
+        raise RuntimeError(f"the server did not start: {''.join(lines)}")
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+class _Client:
+    def __init__(self, address: str, chats: Sequence[dict[str, Any]], load: Load) -> None:
+        import httpx
+
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        self._http = httpx.AsyncClient(base_url=address, timeout=600, limits=limits)
+        self._chats, self._load = chats, load
+
+    async def ask(self, number: int) -> None:
+        """Send a chat, and note what happens."""
+        try:
+            outcome = await self._ask(number % len(self._chats))
+        except Exception as error:
+            outcome = type(error).__name__
+        self._load.outcomes[outcome] += 1
+
+    async def _ask(self, number: int) -> str:
+        load, began, last, text, ended = self._load, time.perf_counter(), 0.0, [], False
+        async with self._http.stream("POST", "/v1/chat/completions", json=self._chats[number]) as response:
+            if response.status_code == 429 and "retry-after" in response.headers:
+                load.retry_after.append(float(response.headers["retry-after"]))
+                return "refused"
+            if response.status_code != 200:
+                return f"status {response.status_code}"
+            async for line in response.aiter_lines():
+                if not line.startswith("data: "):
+                    continue
+                if line == "data: [DONE]":
+                    break
+                event = json.loads(line[6:])
+                if "error" in event:
+                    return f"error: {event['error']['message'][:60]}"
+                now = time.perf_counter()
+                for choice in event["choices"]:
+                    ended = ended or choice["finish_reason"] is not None
+                    if piece := choice["delta"].get("content"):
+                        text.append(piece)
+                        (load.between if last else load.first).append(now - (last or began))
+                        last = now
+            else:
+                return "stream without [DONE]"
+        if not ended:
+            return "stream without finish_reason"
+        load.different += load.answers.setdefault(number, "".join(text)) != "".join(text)
+        return "answered"
+
+
+async def measure_capacity(address: str, chats: Sequence[dict[str, Any]], load: Load) -> float:
+    """Return the answers a second to clients that send the next request after an answer."""
+    client, end, warm = _Client(address, chats, load), time.monotonic() + _CAPACITY_SECONDS, [0, 0.0]
+
+    async def again(number: int) -> None:
+        while time.monotonic() < end:
+            await client.ask(number)
+            number += _CLIENTS
+
+    async def note() -> None:
+        await asyncio.sleep(_WARM_SECONDS)
+        warm[:] = [load.outcomes["answered"], time.monotonic()]
+
+    await asyncio.gather(note(), *(again(number) for number in range(_CLIENTS)))
+    return (load.outcomes["answered"] - warm[0]) / (time.monotonic() - warm[1])
+
+
+async def run_load(address: str, chats: Sequence[dict[str, Any]], rate: float, seconds: float, pid: int) -> Load:
+    """Send chats as a Poisson process, `rate` a second on average."""
+    load, rng = Load(), np.random.default_rng(1)
+    client, end, tasks = _Client(address, chats, load), time.monotonic() + seconds, set()
+
+    async def memory() -> None:
+        while True:
+            load.megabytes.append(_resident_megabytes(pid))
+            await asyncio.sleep(_MEMORY_SECONDS)
+
+    watch = asyncio.create_task(memory())
+    while time.monotonic() < end:
+        task = asyncio.create_task(client.ask(int(rng.integers(len(chats)))))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        await asyncio.sleep(float(rng.exponential(1 / rate)))
+    await asyncio.gather(*tasks)
+    watch.cancel()
+    load.megabytes.append(_resident_megabytes(pid))
+    return load
+
+
+def _resident_megabytes(pid: int) -> int:
+    with open(f"/proc/{pid}/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) // 1024 for line in status if line.startswith("VmRSS"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the load test."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="a folder or a GGUF file, as for `ortolan serve`")
+    parser.add_argument("--load", type=float, default=2.0, help="arrivals as a multiple of the capacity")
+    parser.add_argument("--seconds", type=float, default=1800.0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--max-queue", type=int, default=128)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args(argv)
+    options = ["--threads", str(arguments.threads), "--max-queue", str(arguments.max_queue)]
+    chats = make_chats()
+    with running_server(arguments.folder, options) as (process, address):
+        capacity = asyncio.run(measure_capacity(address, chats, Load()))
+        rate = arguments.load * capacity
+        load = asyncio.run(run_load(address, chats, rate, arguments.seconds, process.pid))
+    result = {"capacity": round(capacity, 2), "rate": round(rate, 2), "seconds": arguments.seconds, **load.to_dict()}
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        print(versions_line())
+        for name, value in result.items():
+            print(f"{name:<24}{value}")
+    return 1 if load.lost or load.different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
