@@ -6,7 +6,6 @@ from inside the folder.
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import shutil
@@ -17,28 +16,8 @@ from typing import Any
 from ortolan.errors import ModelError, OutputError
 from ortolan.library import LIBRARY_NAME, get_library_path
 
-from ..operators.paged_attention_function import BLOCK_TOKENS
-
 CONFIG_NAME = "genai_config.json"
 _OPTIONS, _LIBRARY = "session_options", "custom_ops_library"
-# GenAI's names of the inputs and outputs of the form for serving (../serve/form.py).
-_SERVING_INPUTS = {
-    "input_ids": "input_ids",
-    "position_ids": "position_ids",
-    "cumulative_sequence_lengths": "sequence_starts",
-    "past_sequence_lengths": "past_lengths",
-    "block_table": "block_table",
-    "logits_indices": "logit_rows",
-    "past_key_names": "kv_cache.%d.key",
-    "past_value_names": "kv_cache.%d.value",
-}
-_SERVING_OUTPUTS = {
-    "logits": "logits",
-    "present_key_names": "new_kv_cache.%d.key",
-    "present_value_names": "new_kv_cache.%d.value",
-}
-_MOST_REQUESTS = 16  # that GenAI's Engine runs at the same time
-_POOL_TOKENS = 8192  # of each request, for which the pools have blocks if the context is not shorter
 _MAX_BYTES = 16 << 20  # limit for genai_config.json; real files have a few thousand bytes
 
 
@@ -65,32 +44,6 @@ class GenaiConfig:
             ) from None
         except RecursionError:  # json.dumps has a lower depth limit than json.loads
             raise ModelError(f"{str(self.path)!r} is nested too deeply; export the model again") from None
-
-    def for_serving(self) -> GenaiConfig:
-        """Return the configuration for GenAI's Engine and the form for serving of the decoder.
-
-        `num_blocks` is always given: without it, GenAI asks the device for free memory, which for CPUs is 0.
-
-        Raises:
-            ModelError: The configuration has no decoder or no context length.
-        """
-        content = copy.deepcopy(self.content)
-        model = content["model"]
-        context = model.get("context_length")
-        if type(context) is not int or context < 1:
-            raise ModelError(
-                f"{str(self.path)!r} has context_length = {context!r}, expected a number of tokens; correct it"
-            )
-        decoder = _object(self.path, model, "decoder", "'model'")
-        decoder |= {"inputs": dict(_SERVING_INPUTS), "outputs": dict(_SERVING_OUTPUTS)}
-        tokens = max(context, _MOST_REQUESTS * min(context, _POOL_TOKENS))
-        batching = {
-            "block_size": BLOCK_TOKENS,
-            "num_blocks": -(-tokens // BLOCK_TOKENS),
-            "max_batch_size": _MOST_REQUESTS,
-        }
-        content["engine"] = {"dynamic_batching": batching}
-        return GenaiConfig(self.path, content)
 
     def write(self, into: Path) -> None:
         """Write the configuration and the operator library into a folder.

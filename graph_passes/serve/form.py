@@ -11,7 +11,7 @@
 A caller binds one buffer to a pool and its output, so that nothing is copied. PagedNoMADAttention
 (ops/nomad_attention/op_paged.cc) describes the pools: the order of a block's elements is not that of the dimensions.
 
-Types and shapes are those of onnxruntime-genai's Engine, whose configuration maps the names (../files/genai_folder.py).
+Types and shapes are those of onnxruntime-genai's Engine, whose configuration maps the names (genai.py).
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class _Form:
         """Replace an attention by PagedNoMADAttention over pools."""
         node, past = cached.node, cached.given("past_key")
         assert past is not None and past.shape is not None
-        shape = [ir.SymbolicDim("blocks"), BLOCK_TOKENS, past.shape[1], past.shape[3]]
+        shape = ir.SymbolicDim("blocks"), BLOCK_TOKENS, past.shape[1], past.shape[3]
         pools = [self._input(f"{POOL}{cached.layer}.{part}", shape, ir.DataType.BFLOAT16) for part in ("key", "value")]
         operands = [cached.given(one) for one in ("query", "key", "value")]
         rotary = [cached.given(one) for one in ("cos", "sin")]

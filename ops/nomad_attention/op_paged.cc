@@ -4,9 +4,9 @@
 //     query float [1, tokens, heads D] or [1, heads, tokens, D]; key, value: the same with kv_heads; or only query,
 //     packed
 //         as [1, tokens, (heads + 2 kv_heads) D]
-//     key_pool bf16 [blocks, kv_heads, D, 16], value_pool bf16 [blocks, kv_heads, 16, D]: a block has 16 tokens. Both may
-//         also be declared as [blocks, 16, kv_heads, D], the shape that onnxruntime-genai allocates; the order of a
-//         block's elements is the same
+//     key_pool bf16 [blocks, kv_heads, D, 16], value_pool bf16 [blocks, kv_heads, 16, D]: a block has 16 tokens.
+//         Both may also have the shape [blocks, 16, kv_heads, D], which onnxruntime-genai allocates. It does not change
+//         the order of a block's elements
 //     sequence_starts int64 [sequences + 1]: the first token of each sequence in this call, then the number of tokens
 //     past_lengths int64 [sequences]: tokens of each sequence that the pools hold
 //     block_table int64 [sequences, columns]: the block of each 16 tokens of the sequence; entries beyond its tokens
@@ -141,8 +141,8 @@ class PagedKernel {
     if (!fits || (input == kValuePool && shape[0] != call.blocks)) {
       const std::string blocks = input == kValuePool ? std::to_string(call.blocks) : "blocks";
       throw node_.WrongShape(context, input, input == kKeyPool ? "key_pool" : "value_pool",
-                             ErrorText("[", blocks, ", ", call.kv_heads, ", ", block[0], ", ", block[1], "] or [", blocks,
-                                       ", ", kBlockTokens, ", ", call.kv_heads, ", ", call.head_dim, "]"));
+                             ErrorText("[", blocks, ", ", call.kv_heads, ", ", block[0], ", ", block[1], "] or [",
+                                       blocks, ", ", kBlockTokens, ", ", call.kv_heads, ", ", call.head_dim, "]"));
     }
     call.blocks = shape[0];
   }

@@ -26,6 +26,7 @@ from ortolan.graph_passes.report.figures import human_bytes
 from ortolan.graph_passes.report.optimization import LayerReport, OptimizationReport
 from ortolan.graph_passes.run import plan, transform, write
 from ortolan.graph_passes.serve.check import make_serving_form
+from ortolan.graph_passes.serve.genai import engine_config
 
 from .errors import VerificationError, wrong_type
 from .generate import Decoder, generate
@@ -126,7 +127,7 @@ class _Import:
             self.texts[name] = json.dumps(content, indent=2, ensure_ascii=False)
         self.genai = GenaiConfig(target / CONFIG_NAME, genai_config(model, facts, _MODEL, LIBRARY_NAME))
         if serve:
-            self.genai = self.genai.for_serving()
+            self.genai = engine_config(self.genai)
         self.start = _first_token(facts)
         self.recipe = Recipe.from_dict(IMPORT)
         self.report = OptimizationReport(

@@ -53,6 +53,7 @@ from ortolan.graph_passes.report.optimization import OptimizationReport
 from ortolan.graph_passes.run import run_recipe
 from ortolan.graph_passes.serve.check import make_serving_form
 from ortolan.graph_passes.serve.form import check_decoder
+from ortolan.graph_passes.serve.genai import engine_config
 from ortolan.graph_passes.text.text_input import add_text_input, check_text_model, plan_text_input
 from ortolan.graph_passes.text.text_plan import TextInput, TextPlan
 from ortolan.graph_passes.text.texts import Tokenizer, count_tokens, feeds_of_texts, find_tokenizer, read_texts
@@ -138,7 +139,7 @@ def optimize_onnx(
         check_decoder(source.model, source.name)
     genai = find_genai_config(source)
     if genai is not None and chosen.serve:
-        genai = genai.for_serving()
+        genai = engine_config(genai)
     run = _Run(
         source,
         _check_target(output, source),

@@ -19,6 +19,8 @@ import pytest
 import ortolan
 from ortolan import ModelError, OutputError, RecipeError
 from ortolan.graph_passes.files import genai_folder
+from ortolan.graph_passes.files.genai_folder import GenaiConfig
+from ortolan.graph_passes.serve.genai import engine_config
 from ortolan.models import tiny
 
 from ..recipes.forms import NAMED
@@ -285,14 +287,20 @@ def test_the_form_for_serving_is_configured_for_the_engine(folder: Path, tmp_pat
 def test_pools_hold_16_requests_or_one_context(context: int, blocks: int) -> None:
     given = config()
     given["model"]["context_length"] = context
-    made = genai_folder.GenaiConfig(Path("genai_config.json"), given).for_serving()
+    made = engine_config(GenaiConfig(Path("genai_config.json"), given))
     assert made.content["engine"]["dynamic_batching"]["num_blocks"] == blocks
     assert "engine" not in given and "inputs" not in given["model"]["decoder"]
 
 
-@pytest.mark.parametrize("context", [None, "64", 0, True])
-def test_serving_needs_a_context_length(context: Any) -> None:
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        *(({"context_length": one}, f"context_length = {one!r}") for one in (None, "64", 0, True)),
+        ({"decoder": []}, r"decoder = \[\] in 'model', expected an object"),
+    ],
+)
+def test_the_engine_needs_a_context_length_and_a_decoder(changes: dict[str, Any], message: str) -> None:
     given = config()
-    given["model"]["context_length"] = context
-    with pytest.raises(ModelError, match=r"context_length = .*, expected a number of tokens"):
-        genai_folder.GenaiConfig(Path("genai_config.json"), given).for_serving()
+    given["model"] |= changes
+    with pytest.raises(ModelError, match=message):
+        engine_config(GenaiConfig(Path("genai_config.json"), given))
