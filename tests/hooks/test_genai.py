@@ -276,13 +276,15 @@ def run_engine(engine: Any, waiting: list[list[int]], at_once: int, tokens: int 
 
 
 @pytest.mark.parametrize("chunk", [0, 8])
-def test_its_engine_batches_requests(float_folder: Path, tmp_path: Path, chunk: int) -> None:
+def test_its_engine_batches_requests(folder: Path, tmp_path: Path, chunk: int) -> None:
     """GenAI's Engine gives the tokens of Ortolan's, whatever else it runs and however prompts are cut."""
     target = tmp_path / "serving"
-    ortolan.optimize_onnx(float_folder, target, weights="int8", serve=True, allow_different=True)
+    ortolan.optimize_onnx(folder, target, serve=True, allow_different=True)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 97, length).tolist() for length in (5, 17, 30, 1, 16, 33, 9, 12)]
-    sampling = SamplingOptions(temperature=0, logit_bias={2: -1e9})
+    ends = json.loads((target / "genai_config.json").read_text())["model"]["eos_token_id"]
+    bias = dict.fromkeys(ends if isinstance(ends, list) else [ends], -1e9)
+    sampling = SamplingOptions(temperature=0, logit_bias=bias)
     with Engine(PagedModel.open(target)) as own:
         streams = [own.submit(Request(tuple(prompt), max_tokens=24, sampling=sampling)) for prompt in prompts]
         expected = [[token for output in stream for token in output.tokens] for stream in streams]
