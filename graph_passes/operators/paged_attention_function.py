@@ -107,8 +107,8 @@ def paged_attention_function(opset: int, uses: PagedUses) -> ir.Function:
 
 
 class _PagedAttention:
-    # Reshape reads a size of 0 as "copy the input's dimension at this index". Of the sizes below only B and T can be 0,
-    # and they always have the index of a dimension that is 0 too.
+    # Reshape reads a size of 0 as "copy the input's dimension at this index". Of the sizes below only B, C and T can be
+    # 0, and they always have the index of a dimension that is 0 too.
 
     def __init__(self, body: FunctionBody, inputs: dict[str, ir.Value], uses: PagedUses) -> None:
         self._body, self._inputs, self._uses = body, inputs, uses
@@ -118,7 +118,10 @@ class _PagedAttention:
         given = body.attribute("kv_num_heads")
         self._kv_heads = op("Where", op("Equal", given, body.integer(0)), self._heads, given)
         self._group = op("Div", self._heads, self._kv_heads)
-        self._head_dim = size_of(body, inputs["key_pool"], 2)
+        # Pools may have the shape [blocks, KV, D, 16], [blocks, KV, 16, D] or [blocks, 16, KV, D].
+        of_block = op("Slice", op("Shape", inputs["key_pool"]), body.ints(1), body.ints(4))
+        elements = op("ReduceProd", of_block, keepdims=0)
+        self._head_dim = op("Div", elements, op("Mul", self._kv_heads, self._block))
         self._count = size_of(body, inputs["query"], -2)
         self._sequences = size_of(body, inputs["past_lengths"], 0)
         self._read_sequences()
@@ -243,25 +246,25 @@ class _PagedAttention:
         rounded = op("Cast", new, to=ir.DataType.BFLOAT16)
         return op("Reshape", op("ScatterND", op("Reshape", pool, shape), indices, rounded), op("Shape", pool))
 
-    def _of_sequences(self, pool: ir.Value) -> ir.Value:
-        """Return the blocks of each sequence, [B, C, KV, …] in float; the first block replaces unused ones."""
+    def _of_sequences(self, pool: ir.Value, *shape: ir.Value) -> ir.Value:
+        """Return the blocks of each sequence, [B, C, KV, *shape] in float; the first block replaces unused ones."""
         body, op, zero = self._body, self._body.op, self._body.integer(0)
         table = op("Slice", self._inputs["block_table"], body.ints(0), body.vector(self._columns), body.ints(1))
         token = op("Mul", op("Range", zero, self._columns, body.integer(1)), self._block)
         is_used = op("Less", token, op("Unsqueeze", self._lengths, body.ints(1)))
-        blocks = op("Gather", pool, op("Where", is_used, table, zero), axis=0)
-        return op("Cast", blocks, to=ir.DataType.FLOAT)
+        blocks = op("Cast", op("Gather", pool, op("Where", is_used, table, zero), axis=0), to=ir.DataType.FLOAT)
+        return op("Reshape", blocks, body.shape(self._sequences, self._columns, self._kv_heads, *shape))
 
     def _keys(self, pool: ir.Value) -> ir.Value:
         """Return the keys of each sequence, [B, KV, D, T]."""
         body, op = self._body, self._body.op
-        blocks = op("Transpose", self._of_sequences(pool), perm=[0, 2, 3, 1, 4])
+        blocks = op("Transpose", self._of_sequences(pool, self._head_dim, self._block), perm=[0, 2, 3, 1, 4])
         return op("Reshape", blocks, body.shape(self._sequences, self._kv_heads, self._head_dim, self._tokens))
 
     def _values(self, pool: ir.Value) -> ir.Value:
         """Return the values of each sequence, [B, KV, T, D]; 0 beyond its tokens, where the pool may hold NaN."""
         body, op = self._body, self._body.op
-        blocks = op("Transpose", self._of_sequences(pool), perm=[0, 2, 1, 3, 4])
+        blocks = op("Transpose", self._of_sequences(pool, self._block, self._head_dim), perm=[0, 2, 1, 3, 4])
         shape = body.shape(self._sequences, self._kv_heads, self._tokens, self._head_dim)
         token = op("Unsqueeze", op("Range", body.integer(0), self._tokens, body.integer(1)), body.ints(1))
         exists = op("Less", token, op("Unsqueeze", self._lengths, body.ints(1, 2, 3)))

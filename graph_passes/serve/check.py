@@ -85,6 +85,7 @@ class _Pools:
         self._session = open_quietly(path, library=True)
         self._columns = tokens // BLOCK_TOKENS + 1
         inputs = self._session.get_inputs()
+        self._types = {one.name: np.int32 if one.type == "tensor(int32)" else np.int64 for one in inputs}
         self._pools = {one.name: empty(one.shape[1:]) for one in inputs if one.name.startswith(POOL)}
 
     def run(self, chunks: Sequence[tuple[np.ndarray, int, int]]) -> np.ndarray:
@@ -100,7 +101,7 @@ class _Pools:
             "block_table": np.stack([np.arange(self._columns) + at * self._columns for _, _, at in chunks]),
             "logit_rows": np.arange(len(ids)),
         }
-        arrays = {name: np.ascontiguousarray(value, np.int64) for name, value in feeds.items()}
+        arrays = {name: np.ascontiguousarray(value, self._types[name]) for name, value in feeds.items()}
         values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
         names = [LOGITS, *(f"new_{name}" for name in self._pools)]
         try:

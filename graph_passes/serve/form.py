@@ -1,16 +1,17 @@
 """Changes an optimized decoder with a cache into its form for serving.
 
     input_ids, position_ids  int64 [tokens]: tokens of all sequences of a call, one sequence after another
-    sequence_starts          int64 [sequences + 1]: the first token of each sequence, then the number of tokens
-    past_lengths             int64 [sequences]: tokens of each sequence that the pools hold
-    block_table              int64 [sequences, columns]: the blocks of each sequence
-    logit_rows               int64 [rows]: the tokens of this call whose logits are returned
-    kv_cache.N.key           bfloat16 [blocks, kv_heads, head size, 16], the pool of keys of layer N
-    kv_cache.N.value         bfloat16 [blocks, kv_heads, 16, head size]
+    sequence_starts          int32 [sequences + 1]: the first token of each sequence, then the number of tokens
+    past_lengths             int32 [sequences]: tokens of each sequence that the pools hold
+    block_table              int32 [sequences, columns]: the blocks of each sequence
+    logit_rows               int32 [rows]: the tokens of this call whose logits are returned
+    kv_cache.N.key, .value   bfloat16 [blocks, 16, kv_heads, head size], the pools of keys and values of layer N
     -> logits float [rows, vocabulary]; new_kv_cache.N.key and .value, the pools with the tokens appended
 
 A caller binds one buffer to a pool and its output, so that nothing is copied. PagedNoMADAttention
-(ops/nomad_attention/op_paged.cc) describes the pools.
+(ops/nomad_attention/op_paged.cc) describes the pools: the order of a block's elements is not that of the dimensions.
+
+Types and shapes are those of onnxruntime-genai's Engine, whose configuration maps the names (genai.py).
 """
 
 from __future__ import annotations
@@ -105,11 +106,12 @@ class _Form:
         self._new_name = NewNames(model)
         sequences = ir.SymbolicDim("sequences")
         self._sequence_inputs = [
-            self._input("sequence_starts", [None]),
-            self._input("past_lengths", [sequences]),
-            self._input("block_table", [sequences, ir.SymbolicDim("columns")]),
+            self._input("sequence_starts", [None], ir.DataType.INT32),
+            self._input("past_lengths", [sequences], ir.DataType.INT32),
+            self._input("block_table", [sequences, ir.SymbolicDim("columns")], ir.DataType.INT32),
         ]
-        self._logit_rows = self._input("logit_rows", [ir.SymbolicDim("rows")])
+        self._sequences = [self._as_int64(value) for value in self._sequence_inputs]
+        self._logit_rows = self._input("logit_rows", [ir.SymbolicDim("rows")], ir.DataType.INT32)
         self._pools: list[ir.Value] = []
         self._new_pools: list[ir.Value] = []
 
@@ -117,6 +119,14 @@ class _Form:
         self, name: str, shape: Sequence[int | ir.SymbolicDim | None], dtype: ir.DataType = ir.DataType.INT64
     ) -> ir.Value:
         return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+
+    def _as_int64(self, value: ir.Value) -> ir.Value:
+        node = ir.node("Cast", [value], {"to": ir.DataType.INT64}, name=self._new_name(f"{value.name}/int64"))
+        new = node.outputs[0]
+        new.name, new.shape = self._new_name(f"{value.name}/int64_output"), value.shape
+        new.type = ir.TensorType(ir.DataType.INT64)
+        self._graph.insert_before(next(iter(self._graph)), node)
+        return new
 
     def find(self, context: int | None) -> list[_Cached]:
         """Return the attentions of all caches. Raises ModelError if a cache has another reader that computes values."""
@@ -169,14 +179,11 @@ class _Form:
         """Replace an attention by PagedNoMADAttention over pools."""
         node, past = cached.node, cached.given("past_key")
         assert past is not None and past.shape is not None
-        heads, size, blocks = past.shape[1], past.shape[3], ir.SymbolicDim("blocks")
-        shapes = {"key": [blocks, heads, size, BLOCK_TOKENS], "value": [blocks, heads, BLOCK_TOKENS, size]}
-        pools = [
-            self._input(f"{POOL}{cached.layer}.{part}", shape, ir.DataType.BFLOAT16) for part, shape in shapes.items()
-        ]
+        shape = ir.SymbolicDim("blocks"), BLOCK_TOKENS, past.shape[1], past.shape[3]
+        pools = [self._input(f"{POOL}{cached.layer}.{part}", shape, ir.DataType.BFLOAT16) for part in ("key", "value")]
         operands = [cached.given(one) for one in ("query", "key", "value")]
         rotary = [cached.given(one) for one in ("cos", "sin")]
-        inputs = [*operands, *pools, *self._sequence_inputs, *rotary]
+        inputs = [*operands, *pools, *self._sequences, *rotary]
         attributes = [node.attributes[one] for one in _KEPT_ATTRIBUTES if one in node.attributes]
         paged = ir.Node(
             ORTOLAN_DOMAIN,

@@ -51,6 +51,11 @@ struct PagedAttentionArgs {
   const uint16_t* keys = nullptr;  // of this head, in block 0
   const uint16_t* values = nullptr;
   int64_t block_bytes = 0;  // from a block to the next one
+  // What the caller attends to after this, for prefetching: the first next_count blocks. 0: nothing.
+  const int64_t* next_blocks = nullptr;
+  int64_t next_count = 0;
+  const uint16_t* next_keys = nullptr;
+  const uint16_t* next_values = nullptr;
   int64_t window = 0;
   float scale = 1.0f;
   float softcap = 0.0f;

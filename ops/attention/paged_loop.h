@@ -8,7 +8,6 @@
 #include "attention/paged.h"
 #include "attention/softcap.h"
 #include "simd/at_byte.h"
-#include "simd/prefetch.h"
 
 namespace ortolan {
 namespace {
@@ -36,9 +35,15 @@ class PagedLoop {
   }
 
   // Keys or values of a tile, as bfloat16 in the pool or as floats.
+  // Each load prefetches from the next tile: blocks of a sequence are anywhere in the pools, and with few rows,
+  // attention waits for memory.
   struct Bf16 {
     const uint8_t* at[kBlocks];
-    Float Load(int block, int64_t index) const { return Simd::LoadBf16(at[block] + index * kBf16); }
+    const uint8_t* next[kBlocks];
+    Float Load(int block, int64_t index) const {
+      __builtin_prefetch(next[block] + index * kBf16);
+      return Simd::LoadBf16(at[block] + index * kBf16);
+    }
   };
   struct Floats {
     const float* at;
@@ -98,22 +103,18 @@ class PagedLoop {
   }
 
   const uint8_t* Block(const uint16_t* pool, int64_t block) const {
-    return reinterpret_cast<const uint8_t*>(AtByte(pool, args_.blocks[block] * args_.block_bytes));
+    return reinterpret_cast<const uint8_t*>(AtByte(pool, block * args_.block_bytes));
   }
-  // Prefetches a tile. With few rows, attention waits for memory: blocks of a sequence are anywhere in the pools.
-  void Prefetch(int64_t tile) const {
-    const int64_t bytes = kBlockTokens * dim_ * kBf16, end = EndOf(args_.tokens - 1);
-    for (int64_t key = tile; key < tile + kPagedTile && key < end; key += kBlockTokens) {
-      PrefetchForLater(Block(args_.keys, key / kBlockTokens), bytes);
-      PrefetchForLater(Block(args_.values, key / kBlockTokens), bytes);
-    }
-  }
-  // A tile may end after the sequence's last block. Those keys are not read.
-  Bf16 Tile(const uint16_t* pool, int64_t first, int64_t end) const {
+  // A tile may end after the sequence's last block. Those keys are not read. next_pool: of the blocks in
+  // args.next_blocks.
+  Bf16 Tile(const uint16_t* pool, const uint16_t* next_pool, int64_t first, int64_t end) const {
     Bf16 tile;
     for (int b = 0; b < kBlocks; ++b) {
-      const int64_t key = first + b * kBlockTokens;
-      tile.at[b] = Block(pool, (key < end ? key : first) / kBlockTokens);
+      const int64_t key = first + b * kBlockTokens, next = key + kPagedTile;
+      tile.at[b] = Block(pool, args_.blocks[(key < end ? key : first) / kBlockTokens]);
+      tile.next[b] = next < end             ? Block(pool, args_.blocks[next / kBlockTokens])
+                     : b < args_.next_count ? Block(next_pool, args_.next_blocks[b])
+                                            : tile.at[b];
     }
     return tile;
   }
@@ -262,7 +263,8 @@ class PagedLoop {
       if (whole > whole_end) whole = whole_end;
     }
     if (begin >= end) return;
-    const Bf16 keys = Tile(args_.keys, tile, EndOf(last)), values = Tile(args_.values, tile, EndOf(last));
+    const Bf16 keys = Tile(args_.keys, args_.next_keys, tile, EndOf(last)),
+               values = Tile(args_.values, args_.next_values, tile, EndOf(last));
     const int64_t rows = (whole_end - whole) * args_.heads;
     const auto one_by_one = [&](int64_t from, int64_t to) {
       for (int64_t t = from; t < to; ++t) {
@@ -301,11 +303,7 @@ class PagedLoop {
     const PagedLoop loop(args, partial, scratch);
     loop.Begin(args.sinks != nullptr && begin == 0);
     const int64_t seen = args.position + args.tokens;
-    const bool few_rows = args.tokens * args.heads < kManyRows;
-    for (int64_t tile = begin; tile < (end < seen ? end : seen); tile += kPagedTile) {
-      if (few_rows) loop.Prefetch(tile + kPagedTile);
-      loop.AttendTile(tile);
-    }
+    for (int64_t tile = begin; tile < (end < seen ? end : seen); tile += kPagedTile) loop.AttendTile(tile);
     loop.End();
   }
 };

@@ -4,7 +4,9 @@
 //     query float [1, tokens, heads D] or [1, heads, tokens, D]; key, value: the same with kv_heads; or only query,
 //     packed
 //         as [1, tokens, (heads + 2 kv_heads) D]
-//     key_pool bf16 [blocks, kv_heads, D, 16], value_pool bf16 [blocks, kv_heads, 16, D]: a block has 16 tokens
+//     key_pool bf16 [blocks, kv_heads, D, 16], value_pool bf16 [blocks, kv_heads, 16, D]: a block has 16 tokens.
+//         Both may also have the shape [blocks, 16, kv_heads, D], which onnxruntime-genai allocates. It does not change
+//         the order of a block's elements
 //     sequence_starts int64 [sequences + 1]: the first token of each sequence in this call, then the number of tokens
 //     past_lengths int64 [sequences]: tokens of each sequence that the pools hold
 //     block_table int64 [sequences, columns]: the block of each 16 tokens of the sequence; entries beyond its tokens
@@ -133,11 +135,14 @@ class PagedKernel {
   // Checks a pool, and sets the number of blocks.
   void CheckPool(const KernelContext& context, size_t input, const Shape& block, PagedCall& call) const {
     const Shape shape = ShapeOf(context, input);
-    const bool fits = shape.size() == 4 && shape[1] == call.kv_heads && shape[2] == block[0] && shape[3] == block[1];
+    const Shape by_tokens{kBlockTokens, call.kv_heads, call.head_dim};
+    const Shape found = shape.size() == 4 ? Shape{shape[1], shape[2], shape[3]} : Shape{};
+    const bool fits = found == Shape{call.kv_heads, block[0], block[1]} || found == by_tokens;
     if (!fits || (input == kValuePool && shape[0] != call.blocks)) {
       const std::string blocks = input == kValuePool ? std::to_string(call.blocks) : "blocks";
       throw node_.WrongShape(context, input, input == kKeyPool ? "key_pool" : "value_pool",
-                             ErrorText("[", blocks, ", ", call.kv_heads, ", ", block[0], ", ", block[1], "]"));
+                             ErrorText("[", blocks, ", ", call.kv_heads, ", ", block[0], ", ", block[1], "] or [",
+                                       blocks, ", ", kBlockTokens, ", ", call.kv_heads, ", ", call.head_dim, "]"));
     }
     call.blocks = shape[0];
   }

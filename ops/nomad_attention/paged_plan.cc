@@ -75,6 +75,15 @@ std::vector<size_t> ItemsOf(const PagedCall& call, std::span<const Unit> units) 
   return items;
 }
 
+// Lets `args` prefetch the first tile that comes after it, which begins with key `first`.
+void PrefetchNext(const PagedAttentionArgs& next, int64_t first, PagedAttentionArgs& args) {
+  const int64_t keys = std::min(next.position + next.tokens - first, kPagedTile);
+  args.next_blocks = next.blocks + first / kBlockTokens;
+  args.next_count = (keys + kBlockTokens - 1) / kBlockTokens;
+  args.next_keys = next.keys;
+  args.next_values = next.values;
+}
+
 }  // namespace
 
 std::string PagedCall::Problem() const {
@@ -198,7 +207,9 @@ void PagedPlan::Attend(Host& host, const PagedCall& call) const {
   ForEachWithScratch(host, static_cast<int64_t>(items.size()) - 1, scratch_bytes, [&](int64_t item, char* scratch) {
     for (size_t u = items[static_cast<size_t>(item)]; u < items[static_cast<size_t>(item) + 1]; ++u) {
       const int64_t begin = units[u].part * kPartKeys;
-      attention_.run(args_of(units[u]), begin, begin + kPartKeys, partial_of(units[u].partial), scratch);
+      PagedAttentionArgs args = args_of(units[u]);
+      if (u + 1 < units.size()) PrefetchNext(args_of(units[u + 1]), units[u + 1].part * kPartKeys, args);
+      attention_.run(args, begin, begin + kPartKeys, partial_of(units[u].partial), scratch);
     }
   });
   // Merge the parts of each row in order, and only those with keys that the row sees.

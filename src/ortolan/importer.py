@@ -26,6 +26,7 @@ from ortolan.graph_passes.report.figures import human_bytes
 from ortolan.graph_passes.report.optimization import LayerReport, OptimizationReport
 from ortolan.graph_passes.run import plan, transform, write
 from ortolan.graph_passes.serve.check import make_serving_form
+from ortolan.graph_passes.serve.genai import engine_config
 
 from .errors import VerificationError, wrong_type
 from .generate import Decoder, generate
@@ -68,8 +69,8 @@ def import_gguf(
         path: The GGUF file, of architecture llama (also Mistral), qwen2, qwen3, phi3 or gemma, without scaled rotary
             frequencies other than Llama 3.1's. Needs the extra ortolan[decoder].
         folder: A new or empty folder, which appears when it is complete.
-        serve: Write the form for serving, as `optimize_onnx(serve=True)` does. The folder then is for `ortolan serve`,
-            and has neither the library nor the configuration of onnxruntime-genai.
+        serve: Write the form for serving, as `optimize_onnx(serve=True)` does. The folder then is for `ortolan serve`
+            and for onnxruntime-genai's Engine.
         progress: As for `optimize_onnx`.
 
     Returns:
@@ -125,6 +126,8 @@ class _Import:
         for name, content in side_files(model, facts, tokens).items():
             self.texts[name] = json.dumps(content, indent=2, ensure_ascii=False)
         self.genai = GenaiConfig(target / CONFIG_NAME, genai_config(model, facts, _MODEL, LIBRARY_NAME))
+        if serve:
+            self.genai = engine_config(self.genai)
         self.start = _first_token(facts)
         self.recipe = Recipe.from_dict(IMPORT)
         self.report = OptimizationReport(
@@ -239,8 +242,7 @@ class _Import:
         self.report.file_size_after = sum(file.stat().st_size for file in result.iterdir())
         for name, text in self.texts.items():
             (result / name).write_text(text, encoding="utf-8")
-        if not self.serve:
-            self.genai.write(result)
+        self.genai.write(result)
 
 
 def _first_token(facts: TokenizerFacts) -> int:

@@ -53,6 +53,7 @@ from ortolan.graph_passes.report.optimization import OptimizationReport
 from ortolan.graph_passes.run import run_recipe
 from ortolan.graph_passes.serve.check import make_serving_form
 from ortolan.graph_passes.serve.form import check_decoder
+from ortolan.graph_passes.serve.genai import engine_config
 from ortolan.graph_passes.text.text_input import add_text_input, check_text_model, plan_text_input
 from ortolan.graph_passes.text.text_plan import TextInput, TextPlan
 from ortolan.graph_passes.text.texts import Tokenizer, count_tokens, feeds_of_texts, find_tokenizer, read_texts
@@ -136,13 +137,16 @@ def optimize_onnx(
     choice = default_recipe(source, choice, chosen.serve)
     if chosen.serve:
         check_decoder(source.model, source.name)
+    genai = find_genai_config(source)
+    if genai is not None and chosen.serve:
+        genai = engine_config(genai)
     run = _Run(
         source,
         _check_target(output, source),
         choice,
         chosen,
         text=text,
-        genai=find_genai_config(source),
+        genai=genai,
         prompt_ids=ids,
     )
     run.read_calibration(chosen.calibration, chosen.tokenizer)

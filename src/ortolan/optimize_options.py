@@ -278,8 +278,8 @@ class OptimizeOptions:
             "Result",
             bool,
             "For a decoder: write its form for serving, which computes tokens of many sequences in one call and keeps "
-            "their caches in pools of blocks, for `ortolan serve`. Without a target format, weights that the model "
-            "stores in 4 or 8 bits are kept, and other weights become int8.",
+            "their caches in pools of blocks, for `ortolan serve` and onnxruntime-genai's Engine. Without a target "
+            "format, weights that the model stores in 4 or 8 bits are kept, and other weights become int8.",
             hosts=("cli",),
         ),
     )

@@ -19,6 +19,8 @@ import pytest
 import ortolan
 from ortolan import ModelError, OutputError, RecipeError
 from ortolan.graph_passes.files import genai_folder
+from ortolan.graph_passes.files.genai_folder import GenaiConfig
+from ortolan.graph_passes.serve.genai import engine_config
 from ortolan.models import tiny
 
 from ..recipes.forms import NAMED
@@ -247,3 +249,58 @@ def test_float_caches_stay(folder: Path) -> None:
     report = ortolan.optimize_onnx(folder, recipe="long-context", options=options, dry_run=True, calibration=ids(300))
     (step,) = [step for step in report.recipe["pass"] if step["name"] == "compress_cache"]
     assert not step["equal_rows"]
+
+
+SERVING = {
+    "inputs": {
+        "input_ids": "input_ids",
+        "position_ids": "position_ids",
+        "cumulative_sequence_lengths": "sequence_starts",
+        "past_sequence_lengths": "past_lengths",
+        "block_table": "block_table",
+        "logits_indices": "logit_rows",
+        "past_key_names": "kv_cache.%d.key",
+        "past_value_names": "kv_cache.%d.value",
+    },
+    "outputs": {
+        "logits": "logits",
+        "present_key_names": "new_kv_cache.%d.key",
+        "present_value_names": "new_kv_cache.%d.value",
+    },
+}
+
+
+def test_the_form_for_serving_is_configured_for_the_engine(folder: Path, tmp_path: Path) -> None:
+    write_config(folder, config(inputs={"attention_mask": "attention_mask"}))
+    ortolan.optimize_onnx(folder, tmp_path / "serving", weights="int8", serve=True, allow_different=True)
+    expected = config(**SERVING)
+    expected["model"]["decoder"]["session_options"]["custom_ops_library"] = LIBRARY
+    expected["engine"] = {"dynamic_batching": {"block_size": 16, "num_blocks": 64, "max_batch_size": 16}}
+    assert read_config(tmp_path / "serving") == expected
+    graph = onnx.load(tmp_path / "serving" / "model.onnx").graph
+    names = {value.name for value in [*graph.input, *graph.output]}
+    given = [name for part in SERVING.values() for name in part.values()]
+    assert {name % layer if "%d" in name else name for name in given for layer in range(2)} == names
+
+
+@pytest.mark.parametrize("context, blocks", [(64, 64), (1000, 1000), (8192, 8192), (100_000, 8192), (200_001, 12_501)])
+def test_pools_hold_16_requests_or_one_context(context: int, blocks: int) -> None:
+    given = config()
+    given["model"]["context_length"] = context
+    made = engine_config(GenaiConfig(Path("genai_config.json"), given))
+    assert made.content["engine"]["dynamic_batching"]["num_blocks"] == blocks
+    assert "engine" not in given and "inputs" not in given["model"]["decoder"]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        *(({"context_length": one}, f"context_length = {one!r}") for one in (None, "64", 0, True)),
+        ({"decoder": []}, r"decoder = \[\] in 'model', expected an object"),
+    ],
+)
+def test_the_engine_needs_a_context_length_and_a_decoder(changes: dict[str, Any], message: str) -> None:
+    given = config()
+    given["model"] |= changes
+    with pytest.raises(ModelError, match=message):
+        engine_config(GenaiConfig(Path("genai_config.json"), given))

@@ -117,6 +117,20 @@ def test_sizes(tmp_path: Path) -> None:
     assert layer.bytes_before == layer.bytes_after == 64 * 64 // 32 * 20
 
 
+def test_the_form_for_serving(tmp_path: Path) -> None:
+    """The folder's configuration names the inputs and outputs of the form for serving, for GenAI's Engine."""
+    write(tmp_path / "model.gguf", CONFIGS["llama"], table="Q8_0")
+    ortolan.import_gguf(tmp_path / "model.gguf", tmp_path / "folder", serve=True)
+    content = json.loads((tmp_path / "folder/genai_config.json").read_text())
+    assert content["engine"]["dynamic_batching"]["block_size"] == 16
+    decoder, session = content["model"]["decoder"], ortolan.create_session(tmp_path / "folder")
+    for part, values in (("inputs", session.get_inputs()), ("outputs", session.get_outputs())):
+        layers = range(CONFIGS["llama"].num_hidden_layers)
+        names = {name % layer if "%d" in name else name for name in decoder[part].values() for layer in layers}
+        assert names == {value.name for value in values}
+    assert (tmp_path / "folder" / decoder["session_options"]["custom_ops_library"]).is_file()
+
+
 def test_configurations(tmp_path: Path) -> None:
     run(tmp_path, "qwen2", table="Q8_0", metadata={"tokenizer.ggml.padding_token_id": 1, "general.license": "mit"})
     read = {name: json.loads((tmp_path / "folder" / name).read_text()) for name in FILES if name.endswith(".json")}

@@ -138,7 +138,7 @@ def test_the_page_about_chats(folder, monkeypatch, capsys):
     for language, lines in blocks("serve-chat.md"):
         if language == "bash":
             run_bash(lines, folder)
-    assert model_kind(folder / "serving") == "serving"
+    assert model_kind(folder / "converted") == "serving"
 
 
 @pytest.mark.parametrize("code", ON_RAY, ids=[code.split("\n")[0][:40] for code in ON_RAY])

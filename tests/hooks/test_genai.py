@@ -21,6 +21,8 @@ import pytest
 from tokenizers import Tokenizer
 
 import ortolan
+from ortolan.engine import Engine, Request, SamplingOptions
+from ortolan.engine.model import PagedModel
 from ortolan.models import tiny
 from ortolan.provider import PROVIDER
 
@@ -252,3 +254,45 @@ def test_genai_does_not_know_what_python_has_registered(built: Callable[[str], P
     config.append_provider(PROVIDER)
     with pytest.raises(RuntimeError, match=f"Unknown provider name '{PROVIDER}'"):
         genai.Model(config)
+
+
+def run_engine(engine: Any, waiting: list[list[int]], at_once: int, tokens: int = 24) -> list[list[int]]:
+    """Return the answers of GenAI's Engine; a request begins with each call after the first `at_once` requests."""
+    events, requests, answers = engine.create_event_buffer(64), [], []
+    while engine.has_pending_requests() or len(requests) < len(waiting):
+        for prompt in waiting[len(requests) : max(at_once, len(requests) + 1)]:
+            requests.append(engine.create_request())
+            answers.append([])
+            options = genai.TurnOptions(requests[-1])
+            options.set_do_sample(False)
+            options.set_min_generated_tokens(tokens)
+            options.set_max_generated_tokens(tokens)
+            requests[-1].begin_turn(np.array(prompt, np.int32), options)
+        for event in engine.run(events):
+            assert event.error_code == genai.EngineErrorCode.NONE
+            if event.flags.value & genai.EngineEventFlags.TOKEN.value:
+                answers[next(i for i, one in enumerate(requests) if one is event.request)].append(event.token)
+    return answers
+
+
+@pytest.mark.parametrize("chunk", [0, 8])
+def test_its_engine_batches_requests(folder: Path, tmp_path: Path, chunk: int) -> None:
+    """GenAI's Engine gives the tokens of Ortolan's, whatever else it runs and however prompts are cut."""
+    target = tmp_path / "serving"
+    ortolan.optimize_onnx(folder, target, serve=True, allow_different=True)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 97, length).tolist() for length in (5, 17, 30, 1, 16, 33, 9, 12)]
+    ends = json.loads((target / "genai_config.json").read_text())["model"]["eos_token_id"]
+    bias = dict.fromkeys(ends if isinstance(ends, list) else [ends], -1e9)
+    sampling = SamplingOptions(temperature=0, logit_bias=bias)
+    with Engine(PagedModel.open(target)) as own:
+        streams = [own.submit(Request(tuple(prompt), max_tokens=24, sampling=sampling)) for prompt in prompts]
+        expected = [[token for output in stream for token in output.tokens] for stream in streams]
+    config = genai.Config(str(target))
+    if chunk:
+        config.overlay(json.dumps({"engine": {"dynamic_batching": {"max_scheduled_tokens": chunk}}}))
+    engine = genai.Engine(genai.Model(config))
+    assert len({tuple(answer) for answer in expected}) == len(expected)
+    assert run_engine(engine, prompts, 8) == expected
+    assert run_engine(engine, prompts, 1) == expected
+    assert run_engine(engine, prompts[3:4], 1) == expected[3:4]

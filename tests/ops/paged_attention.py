@@ -41,6 +41,7 @@ class Node:
     functions: Sequence[onnx.FunctionProto] = ()
     library: bool = True  # False: ONNX Runtime runs the function
     opset: int = 17
+    by_tokens: bool = False  # pools have the shape [blocks, 16, kv_heads, dim]
     empty: float = np.nan  # blocks hold NaN, so that reading one that is not the sequence's shows
 
     def __post_init__(self) -> None:
@@ -135,7 +136,10 @@ class Node:
         for name, array in feeds.items():
             binding.bind_cpu_input(name, array)
         for name, pool in zip(POOLS, self.pools, strict=True):
-            value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(pool.view(np.uint16), TensorProto.BFLOAT16)
+            bits = pool.view(np.uint16)
+            if self.by_tokens:
+                bits = bits.reshape(self.blocks, BLOCK, self.kv_heads, self.dim)
+            value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, TensorProto.BFLOAT16)
             binding.bind_ortvalue_input(name, value)
             binding.bind_ortvalue_output(f"new_{name}", value)
         binding.bind_output("Y", "cpu")

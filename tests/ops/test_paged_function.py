@@ -119,6 +119,8 @@ def assert_same_pools(pool: np.ndarray, other: np.ndarray) -> None:
         {"sinks": True, "rotary": 300, "attributes": {"window": 40}},
         {"attributes": {"softcap": 2.0}},
         {"sinks": True, "attributes": {"softcap": 2.0, "window": 30}},
+        {"by_tokens": True},
+        {"by_tokens": True, "heads": 9, "kv_heads": 3, "dim": 64},
     ],
     ids=str,
 )
@@ -146,7 +148,9 @@ def test_every_opset(opset: int) -> None:
 
 @pytest.mark.parametrize("uses", [uses_of, all_uses_of])
 @pytest.mark.parametrize(
-    "changes", [{}, {"packed": True}, {"by_heads": frozenset(OPERANDS)}], ids=["by rows", "packed", "by heads"]
+    "changes",
+    [{}, {"packed": True}, {"by_heads": frozenset(OPERANDS)}, {"by_tokens": True}],
+    ids=["by rows", "packed", "by heads", "pools by tokens"],
 )
 @pytest.mark.parametrize("blocks", [0, 3])
 def test_calls_without_tokens_or_sequences(changes: dict[str, Any], blocks: int, uses: Any) -> None:

@@ -95,11 +95,16 @@ def test_other_sequences_change_nothing(case: str, threads: int) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     "layout",
-    [{"packed": True}, {"by_heads": frozenset({"query", "key", "value"})}, {"by_heads": frozenset({"key"})}],
-    ids=["packed", "by heads", "key by heads"],
+    [
+        {"packed": True},
+        {"by_heads": frozenset({"query", "key", "value"})},
+        {"by_heads": frozenset({"key"})},
+        {"by_tokens": True},
+    ],
+    ids=["packed", "by heads", "key by heads", "pools by tokens"],
 )
-def test_layouts_of_the_operands_give_the_same_bits(case: str, layout: dict[str, Any]) -> None:
-    """A packed query, and operands by heads, in chunks of two sequences."""
+def test_layouts_give_the_same_bits(case: str, layout: dict[str, Any]) -> None:
+    """A packed query, operands by heads, and pools by tokens, in chunks of two sequences."""
     nodes = [Node(**CASES[case]), Node(**CASES[case] | layout)]
     first, second = (sequence(nodes[0], tokens, tokens) for tokens in (70, 20))
     tables = [[9, 2, 5, 0, 30], [1, 7]]
@@ -181,6 +186,20 @@ def test_wrong_inputs_are_refused(case: str) -> None:
     with pytest.raises(Exception, match=r"PagedNoMADAttention node 'attention'") as caught:
         node.session.run_with_ort_values(["Y"], values)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(64, 1, 16, 32), (64, 16, 16, 1), (64, 2, 16, 16), (64, 256)], ids=str)
+@pytest.mark.parametrize("name", NAMES[3:5])
+def test_wrong_pools_are_refused(name: str, shape: tuple[int, ...]) -> None:
+    node = Node(heads=4, kv_heads=1, dim=16)
+    feeds = node.feeds([sequence(node, 4)], [0], [[1]])
+    values = {one: ort.OrtValue.ortvalue_from_numpy(array) for one, array in feeds.items()}
+    for one, pool in zip(NAMES[3:5], node.pools, strict=True):
+        bits = np.zeros(shape, np.uint16) if one == name else pool.view(np.uint16)
+        values[one] = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, TensorProto.BFLOAT16)
+    message = "has invalid rank|Invalid rank" if len(shape) == 2 else f"{name} '{name}' has shape .* expected .* or "
+    with pytest.raises(Exception, match=message):
+        node.session.run_with_ort_values(["Y"], values)
 
 
 @pytest.mark.parametrize(

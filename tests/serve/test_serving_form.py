@@ -47,7 +47,12 @@ def test_its_interface(files: tuple[Path, Path]) -> None:
         *("input_ids", "position_ids", "sequence_starts", "past_lengths", "block_table", "logit_rows")
     }
     assert len(caches) == 2 * config.num_hidden_layers
-    assert shapes["kv_cache.0.key"] == ["blocks", 2, 16, 16]
+    assert shapes["kv_cache.0.key"] == shapes["kv_cache.1.value"] == ["blocks", 16, 2, 16]
+    types = {value.name: value.type for value in session.get_inputs()}
+    assert {types[name] for name in ("input_ids", "position_ids")} == {"tensor(int64)"}
+    assert {types[name] for name in ("sequence_starts", "past_lengths", "block_table", "logit_rows")} == {
+        "tensor(int32)"
+    }
     outputs = {value.name: value.shape for value in session.get_outputs()}
     assert outputs["logits"] == ["rows", config.vocab_size]
     assert outputs.keys() - {"logits"} == {f"new_{name}" for name in caches}

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _SHARE_OF_MEMORY = 4  # pools get 1 / this of the machine's memory by default
 _MOST_SEQUENCES = 64  # whose contexts the pools hold at most by default
 _BF16_BYTES = 2
+_TYPES = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}  # of the inputs that a step gives
 
 
 class PagedModel:
@@ -61,6 +62,7 @@ class PagedModel:
             )
         shapes = {value.name: value.shape[1:] for value in session.get_inputs() if value.name.startswith(POOL)}
         self._session = session
+        self._types = {value.name: _TYPES[value.type] for value in session.get_inputs() if value.type in _TYPES}
         self.vocabulary: int = next(out.shape[1] for out in session.get_outputs() if out.name == LOGITS)
         self.block_bytes = sum(int(np.prod(shape)) for shape in shapes.values()) * _BF16_BYTES
         limit = int(metadata[CONTEXT_KEY]) if CONTEXT_KEY in metadata else None
@@ -125,9 +127,10 @@ class PagedModel:
     def run(self, step: Step) -> np.ndarray:
         """Append the tokens of a step to the pools, and return the logits float32 [rows, vocabulary]."""
         logits = np.empty((len(step.logit_rows), self.vocabulary), np.float32)
-        # The binding refers to the memory of the step's arrays, which live until the run ends.
-        for name in ("input_ids", "position_ids", "sequence_starts", "past_lengths", "block_table", "logit_rows"):
-            self._binding.bind_cpu_input(name, getattr(step, name))
+        # The binding refers to the memory of the arrays, which live until the run ends.
+        arrays = {name: getattr(step, name).astype(dtype, copy=False) for name, dtype in self._types.items()}
+        for name, array in arrays.items():
+            self._binding.bind_cpu_input(name, array)
         self._binding.bind_output(LOGITS, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         self._session.run_with_iobinding(self._binding)
         return logits
