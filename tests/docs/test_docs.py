@@ -47,7 +47,15 @@ PAGES: dict[str, tuple[str, ...]] = {
     "serving.md": ("onnxruntime_extensions",),
     "sparse-training.md": ("tokenizers", "torch"),
 }
-WITH_TESTS_OF_THEIR_OWN = ("cpp.md", "deploy.md", "embedding.md", "provider.md", "quantized-models.md", "text.md")
+WITH_TESTS_OF_THEIR_OWN = (
+    "cpp.md",
+    "deploy.md",
+    "embedding.md",
+    "provider.md",
+    "quantized-models.md",
+    "serve-chat.md",
+    "text.md",
+)
 KINDS = {"bash", "python", "sh", "console", "text", "c", "cpp", "csharp", "yaml"}
 WORDS = ("the", "cat", "sleeping", "unaffable", "a", "b", "c", "0", "1", "2", ",", ".", "!")
 

@@ -16,6 +16,7 @@ MODULES = (
     "ortolan.optimum",
     "ortolan.transformers",
     "ortolan.server",
+    "ortolan.engine",
     "ortolan.triton",
 )
 

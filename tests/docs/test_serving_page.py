@@ -1,4 +1,4 @@
-"""The server commands and requests in docs/serving.md run, some of them on a Ray cluster of the test."""
+"""The commands and requests in docs/serving.md and serve-chat.md run, some of them on a Ray cluster of the test."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from ortolan import TextInput
 from ortolan.benchmarks.serving import free_port
 from ortolan.graph_passes.text.text_input import add_text_input, plan_text_input
 from ortolan.models import tiny
+from ortolan.server.conversion import model_kind
 
 from ..models.gguf_file import CONFIGS
 from ..models.gguf_file import write as write_gguf
 from ..text.reranker import write_reranker
 from ..text.wordpiece_file import write_wordpiece
-from .pages import blocks
+from .pages import blocks, run_bash
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -34,7 +35,7 @@ SECONDS = 300  # time limit for a server's answer
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A folder with fast.onnx, whose input is text, the folder reranker, and small.gguf."""
+    """A folder with the models of the pages: encoders, whose input is text or tokens, and decoders."""
     found = tmp_path_factory.mktemp("models")
     tokenizer = write_wordpiece(found / "tokenizer.json")
     encoder = tiny.tiny_bert(vocab_size=256)
@@ -43,6 +44,10 @@ def folder(tmp_path_factory) -> Path:
     write_reranker(found / "reranker", vocab_size=256)
     write_wordpiece(found / "reranker/tokenizer.json")
     write_gguf(found / "small.gguf", CONFIGS["llama"])
+    shutil.copyfile(found / "small.gguf", found / "model.gguf")
+    (found / "model_folder").mkdir()
+    shutil.copyfile(found / "tokenizer.json", found / "model_folder/tokenizer.json")
+    ir.save(tiny.tiny_llama(hidden_size=64, vocab_size=256), found / "model_folder/model.onnx")
     return found
 
 
@@ -95,7 +100,12 @@ class Server:
         self.log.close()
 
 
-CONSOLE = [code.replace("\\\n", "") for language, code in blocks("serving.md") if language == "console"]
+def console(page: str) -> list[str]:
+    """Return the console blocks of a page: the command of a server, then a request and its answer."""
+    return [code.replace("\\\n", "") for language, code in blocks(page) if language == "console"]
+
+
+CONSOLE = console("serving.md")
 ONE_PROCESS = [code for code in CONSOLE if code.startswith("ortolan serve")]
 ON_RAY = [code for code in CONSOLE if code not in ONE_PROCESS]
 
@@ -109,6 +119,26 @@ def test_console(code, folder):
     port = free_port()
     with Server(f"{server} --port {port} --threads 1", folder):
         curl(command, port, expected)
+
+
+def test_the_page_about_chats(folder, monkeypatch, capsys):
+    if shutil.which("curl") is None:
+        pytest.skip("no curl")
+    pytest.importorskip("openai")
+    (code,) = console("serve-chat.md")
+    server, request = code.splitlines()
+    command, expected = request.split("  # ")
+    port = free_port()
+    with Server(f"{server} --port {port} --threads 1", folder):
+        curl(command, port, expected)
+        ((_, client),) = [block for block in blocks("serve-chat.md") if block[0] == "python"]
+        exec(compile(client.replace(":8000", f":{port}"), "serve-chat.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
+    monkeypatch.setenv("ORTOLAN_CACHE", str(folder))
+    for language, lines in blocks("serve-chat.md"):
+        if language == "bash":
+            run_bash(lines, folder)
+    assert model_kind(folder / "serving") == "serving"
 
 
 @pytest.mark.parametrize("code", ON_RAY, ids=[code.split("\n")[0][:40] for code in ON_RAY])
