@@ -109,7 +109,9 @@ def test_what_a_folder_says(prepared):
         read_model_folder(prepared, "morse")
 
 
-@pytest.mark.parametrize("said", [{"top_p": 7}, {"temperature": "hot"}, {"min_p": True}])
+@pytest.mark.parametrize(
+    "said", [{"top_p": 7}, {"top_p": 0}, {"temperature": "hot"}, {"min_p": True}, {"repetition_penalty": 0.0}]
+)
 def test_malformed_defaults(said, tmp_path):
     from ortolan.server.model_folder import read_sampling
 
