@@ -77,9 +77,11 @@ def test_a_decoder_is_converted_once(folder, prepared, tmp_path):
 
 
 def test_a_gguf_file_is_converted_once(tmp_path):
-    path = tmp_path / "tiny.gguf"
+    path = tmp_path / "tiny-0.5B.gguf"
     write_gguf(path, CONFIGS["llama"])
     found = serving_folder(path, tmp_path / "cache")
+    assert found.name.startswith("tiny-0.5B-")
+    assert (found.parent / f"{found.name}.lock").is_file()
     assert found == serving_folder(path, tmp_path / "cache")
     assert model_kind(found) == "serving"
     assert read_model_folder(found).template is not None
