@@ -293,6 +293,7 @@ def test_several_prompts_are_refused_together():
         assert client.post(COMPLETE, json={"prompt": ["a" * 99, "b", "c", "d"], "max_tokens": 1000}).status_code == 429
         wait_for(lambda: application.engine.stats().running_sequences == 0)
         assert application.engine.stats().generated_tokens < 1000
+        assert not application._generator._answers  # memory does not grow with refused requests
 
 
 def test_too_many_requests_at_a_time():

@@ -113,8 +113,7 @@ class Generator:
             for request in requests:
                 answers.append(self._submit(request))
         except BaseException as error:
-            for answer in answers:
-                answer.cancel()
+            self.forget(answers)
             if isinstance(error, QueueFullError):
                 wait = max(math.ceil(error.retry_after), 1)
                 raise ApiError(429, str(error), code="queue_full", retry_after=wait) from None
