@@ -10,7 +10,8 @@
 //     keys    [block][kv_heads][head_dim][kBlockTokens]     transposed, so that a vector holds one dimension of keys
 //     values  [block][kv_heads][kBlockTokens][head_dim]
 //
-// With sinks, each head has one more key, with score log2(e) sinks[h] and value 0; the part with key 0 adds it.
+// With sinks, each head has one more key, with score log2(e) sinks[h] and value 0; the part with
+// the first key that a row sees adds it.
 //
 // A row's result has the same bits whatever the other tokens and heads of the call are, and on every CPU:
 //

@@ -83,9 +83,11 @@ class PagedLoop {
   }
   int64_t EndOf(int64_t t) const { return args_.position + t + 1; }
 
-  void Begin(bool with_sinks) const {
+  // Begins the partial results for keys [begin, end).
+  void Begin(int64_t begin, int64_t end) const {
     const Float factor = Simd::Set(args_.scale * kLog2E), zero = Simd::Set(0.0f);
     for (int64_t t = 0; t < args_.tokens; ++t) {
+      const bool with_sinks = args_.sinks != nullptr && FirstOf(t) >= begin && FirstOf(t) < end;
       for (int64_t h = 0; h < args_.heads; ++h) {
         const int64_t row = t * args_.heads + h;
         const float* from = AtByte(args_.q, t * args_.q_token_bytes + h * args_.q_head_bytes);
@@ -301,7 +303,7 @@ class PagedLoop {
   static void Run(const PagedAttentionArgs& args, int64_t begin, int64_t end, const DecodePartial& partial,
                   void* scratch) {
     const PagedLoop loop(args, partial, scratch);
-    loop.Begin(args.sinks != nullptr && begin == 0);
+    loop.Begin(begin, end);
     const int64_t seen = args.position + args.tokens;
     for (int64_t tile = begin; tile < (end < seen ? end : seen); tile += kPagedTile) loop.AttendTile(tile);
     loop.End();

@@ -96,7 +96,7 @@ std::string PagedCall::Problem() const {
                      ", expected 0 and the number of tokens, ", queries);
   }
   for (int64_t b = 0; b < Sequences(); ++b) {
-    if (Added(b) < 0) {
+    if (Begin(b + 1) < Begin(b)) {  // Added(b) could overflow
       return ErrorText("sequence_starts decreases from ", Begin(b), " to ", Begin(b + 1), " at sequence ", b);
     }
     if (Past(b) < 0 || Past(b) > kMaxTokens - Added(b)) {

@@ -335,6 +335,26 @@ def test_an_error_of_the_engine_ends_requests_and_not_the_engine(
     check_idle(engine)
 
 
+class Panic(BaseException):
+    """An error like a panic of a Rust library, which is not an Exception."""
+
+
+def test_panics_end_requests_and_not_the_engine(model: SmallModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def panic(*_: object) -> str:
+        raise Panic("index out of bounds")
+
+    with Engine(model, tokenizer=letters(), sampler=SmallSampler()) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr("ortolan.engine.text.TextStream.push", panic)
+            patch.setattr("ortolan.engine.text.TextStream.end", panic)
+            streams = [engine.submit(Request(tokens(seed, 20), 30, GREEDY)) for seed in range(2)]
+            for stream in streams:
+                assert collect(stream)[0][-1].error == "the engine failed: index out of bounds"
+        request = Request(tokens(0, 20), 5, GREEDY)
+        assert answer_tokens(collect(engine.submit(request))[0]) == answer(request)
+        check_idle(engine)
+
+
 def test_callbacks_get_earlier_and_later_events(engine: Engine, model: SmallModel) -> None:
     gate = Gate(model)
     stream = engine.submit(request := Request(tokens(0, 20), 9, GREEDY))

@@ -132,6 +132,21 @@ def test_long_sequences_are_merged_by_parts() -> None:
     assert other.run([tensors], [0], [table])[0].tobytes() == y.tobytes()
 
 
+def test_sinks_count_once_in_any_part() -> None:
+    """With a window, late tokens see no key of the first part, and some windows cross two parts."""
+    case: dict[str, Any] = {"heads": 2, "kv_heads": 1, "dim": 16, "blocks": 288, "sinks": True}
+    node = Node(**case, attributes={"window": 40})
+    tensors = sequence(node, 4400)
+    table = list(range(blocks_of(4400)))
+    (y,) = node.run([tensors], [0], [table])
+    exact = expected(node, tensors)
+    np.testing.assert_allclose(y, exact, rtol=0, atol=2e-5 * np.abs(exact).max())
+    other = Node(**case, attributes={"window": 40})
+    edges = [0, 4090, 4150, 4399, 4400]
+    parts = [other.run([tuple(one[a:b] for one in tensors)], [a], [table])[0] for a, b in itertools.pairwise(edges)]
+    assert np.concatenate(parts).tobytes() == y.tobytes()
+
+
 def test_pools_may_be_separate_buffers() -> None:
     node = Node(heads=2, kv_heads=1, dim=16)
     tensors = sequence(node, 20)
@@ -160,6 +175,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
             "block_table": np.zeros((2, 1), np.int64),
         },
         "decreases from 5 to 4 at sequence 1",
+    ),
+    "decreasing below all": (
+        {
+            "sequence_starts": np.array([0, 5, -(2**63), 4]),
+            "past_lengths": np.array([0, 0, 0]),
+            "block_table": np.zeros((3, 1), np.int64),
+        },
+        "decreases from 5 to -9223372036854775808 at sequence 1",
     ),
     "counts": ({"past_lengths": np.array([0, 0])}, "a row for each of 2 sequences"),
     "past": ({"past_lengths": np.array([-1])}, "past_lengths is -1 for sequence 0"),

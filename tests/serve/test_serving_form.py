@@ -192,6 +192,23 @@ def test_a_model_without_the_form_is_refused(tmp_path: Path) -> None:
         PagedModel.open(tmp_path / "model.onnx")
 
 
+def test_a_malformed_form_is_refused(tmp_path: Path) -> None:
+    onnx.save(llama("gqa"), tmp_path / "model.onnx")
+    ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "serving.onnx", weights="int8", serve=True)
+    for context in ("many", "0", "9" * 5000, "-5"):
+        model = onnx.load(tmp_path / "serving.onnx")
+        (entry,) = (one for one in model.metadata_props if one.key == "ortolan.context")
+        entry.value = context
+        onnx.save(model, tmp_path / "bad.onnx")
+        with pytest.raises(ModelError, match="expected a number of tokens"):
+            PagedModel.open(tmp_path / "bad.onnx")
+    model = onnx.load(tmp_path / "model.onnx")  # it has no pools
+    model.metadata_props.add(key="ortolan.serving", value="paged")
+    onnx.save(model, tmp_path / "bad.onnx")
+    with pytest.raises(ModelError, match="expected pools and a vocabulary"):
+        PagedModel.open(tmp_path / "bad.onnx")
+
+
 def test_limits_of_context_and_cache(files: tuple[Path, Path]) -> None:
     model = open_model(files[1], blocks=3)
     assert model.context <= 48 and model.blocks == 3

@@ -18,6 +18,7 @@ openai = pytest.importorskip("openai")
 
 from starlette.testclient import TestClient  # noqa: E402
 
+from ortolan.errors import ArgumentError  # noqa: E402
 from ortolan.server.settings import Limits  # noqa: E402
 
 from .scripted import events, running, scripted_application, wait_for  # noqa: E402
@@ -104,7 +105,9 @@ REFUSED = [
     (COMPLETE, {"prompt": [1, "a"]}, "prompt[0]", "tokens"),
     (COMPLETE, {"prompt": ["a", 1]}, "prompt[1]", "a string"),
     (COMPLETE, {"prompt": [-1]}, "prompt[0]", "from 0"),
-    (COMPLETE, {"prompt": [10**6]}, None, "1000000"),
+    (COMPLETE, {"prompt": [10**6]}, "prompt[0]", "1000000"),
+    (COMPLETE, {"prompt": [1, 2**63]}, "prompt[0]", "9223372036854775808"),
+    (COMPLETE, {"prompt": [[1], [True]]}, "prompt[1]", "true"),
     (COMPLETE, {"prompt": ["a"] * 65}, "prompt", "65 prompts"),
     (COMPLETE, {"prompt": ["a"] * 60, "n": 2}, "n", "answers together"),
     (COMPLETE, {"prompt": "a", "echo": True}, "echo", "not supported"),
@@ -290,6 +293,7 @@ def test_several_prompts_are_refused_together():
         assert client.post(COMPLETE, json={"prompt": ["a" * 99, "b", "c", "d"], "max_tokens": 1000}).status_code == 429
         wait_for(lambda: application.engine.stats().running_sequences == 0)
         assert application.engine.stats().generated_tokens < 1000
+        assert not application._generator._answers  # memory does not grow with refused requests
 
 
 def test_too_many_requests_at_a_time():
@@ -447,3 +451,36 @@ def test_many_clients_at_once():
         assert [found[number] for number in range(40)] == texts
         wait_for(lambda: application.engine.stats().blocks_used == 0)
         wait_for(lambda: application.drain.active == 0)
+
+
+def test_prompts_of_templates_have_the_limit_on_characters():
+    with scripted_application(limits=Limits(characters=100)) as application, TestClient(application.asgi) as client:
+        said = [{"role": "user", "content": "x" * 40}] * 2
+        for path in (CHAT, "/tokenize"):
+            error = client.post(path, json={"messages": said}).json()["error"]
+            assert "more than 100 characters" in error["message"]
+            assert client.post(path, json={"messages": said[:1], "max_tokens": 1}).status_code == 200
+
+
+def test_slow_schemas_do_not_delay_other_chats():
+    release = threading.Event()
+
+    def compile_slowly(_):
+        release.wait(30)
+        raise ArgumentError("too slow")
+
+    with scripted_application() as application, TestClient(application.asgi) as client:
+        application._generator.compile = compile_slowly
+        body, found = schema({"type": "object"}), []
+        slow = [threading.Thread(target=lambda: found.append(client.post(CHAT, json=body))) for _ in range(4)]
+        for thread in slow:
+            thread.start()
+        try:
+            wait_for(lambda: application.drain.active == 4)
+            assert client.post(CHAT, json=chat(max_tokens=1)).status_code == 200
+            assert not found
+        finally:
+            release.set()
+        for thread in slow:
+            thread.join()
+        assert [answer.status_code for answer in found] == [400] * 4

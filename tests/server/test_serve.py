@@ -77,9 +77,11 @@ def test_a_decoder_is_converted_once(folder, prepared, tmp_path):
 
 
 def test_a_gguf_file_is_converted_once(tmp_path):
-    path = tmp_path / "tiny.gguf"
+    path = tmp_path / "tiny-0.5B.gguf"
     write_gguf(path, CONFIGS["llama"])
     found = serving_folder(path, tmp_path / "cache")
+    assert found.name.startswith("tiny-0.5B-")
+    assert (found.parent / f"{found.name}.lock").is_file()
     assert found == serving_folder(path, tmp_path / "cache")
     assert model_kind(found) == "serving"
     assert read_model_folder(found).template is not None
@@ -109,7 +111,9 @@ def test_what_a_folder_says(prepared):
         read_model_folder(prepared, "morse")
 
 
-@pytest.mark.parametrize("said", [{"top_p": 7}, {"temperature": "hot"}, {"min_p": True}])
+@pytest.mark.parametrize(
+    "said", [{"top_p": 7}, {"top_p": 0}, {"temperature": "hot"}, {"min_p": True}, {"repetition_penalty": 0.0}]
+)
 def test_malformed_defaults(said, tmp_path):
     from ortolan.server.model_folder import read_sampling
 

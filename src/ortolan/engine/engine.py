@@ -235,7 +235,8 @@ class Engine:
         while self._receive():
             try:
                 self._step()
-            except Exception as error:  # of the engine itself: no request may wait forever
+            # Of the engine itself: no request may wait forever. Panics of Rust libraries are not Exceptions.
+            except BaseException as error:
                 _log.exception("a step of the engine failed; all requests end with an error")
                 self._reset(f"the engine failed: {one_line(error)}")
         for choice in list(self._active):
@@ -350,11 +351,7 @@ class Engine:
         if choice.state is State.ENDED:
             return
         self._forget(choice, reason)
-        try:
-            choice.finish(reason, error)
-        except Exception as failure:  # of the tokenizer
-            choice.text = None
-            choice.finish("error", one_line(failure))
+        _finish(choice, reason, error)
 
     def _forget(self, choice: Choice, reason: FinishReason) -> None:
         self._scheduler.end(choice)
@@ -372,12 +369,20 @@ class Engine:
         for choice in self._active:
             choice.state = State.ENDED
             self._counters.finished["error"] += 1
-            choice.finish("error", error)
+            _finish(choice, "error", error)
         with self._condition:
             self._active.clear()
             self._deadlines.clear()
             self._scheduler = Scheduler(self.model.blocks, self.context, *self._limits)
             self._condition.notify_all()
+
+
+def _finish(choice: Choice, reason: FinishReason, error: str | None) -> None:
+    try:
+        choice.finish(reason, error)
+    except BaseException as failure:  # of the tokenizer, a Rust library
+        choice.text = None
+        choice.finish("error", error or one_line(failure))
 
 
 def _native_sampler() -> TokenSampler:

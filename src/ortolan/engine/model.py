@@ -61,9 +61,19 @@ class PagedModel:
                 "optimize_onnx(model, output, serve=True) or `ortolan import --serve`"
             )
         shapes = {value.name: value.shape[1:] for value in session.get_inputs() if value.name.startswith(POOL)}
+        vocabulary = next((out.shape[-1:] for out in session.get_outputs() if out.name == LOGITS), [])
+        said = metadata.get(CONTEXT_KEY, "1")
+        sizes = [*vocabulary, *(size for shape in shapes.values() for size in shape)]
+        if not (shapes and vocabulary and all(type(one) is int and one > 0 for one in sizes)):
+            raise ModelError(
+                f"the model has the pools {shapes} and the output logits with the vocabulary {vocabulary}, expected "
+                "pools and a vocabulary of fixed sizes; make it again"
+            )
+        if not (said.isascii() and said.isdecimal() and len(said) < 10 and int(said) > 0):
+            raise ModelError(f"the model's {CONTEXT_KEY} is {said!r}, expected a number of tokens; make it again")
         self._session = session
         self._types = {value.name: _TYPES[value.type] for value in session.get_inputs() if value.type in _TYPES}
-        self.vocabulary: int = next(out.shape[1] for out in session.get_outputs() if out.name == LOGITS)
+        self.vocabulary: int = vocabulary[0]
         self.block_bytes = sum(int(np.prod(shape)) for shape in shapes.values()) * _BF16_BYTES
         limit = int(metadata[CONTEXT_KEY]) if CONTEXT_KEY in metadata else None
         if context is not None and limit is not None and not 1 <= context <= limit:

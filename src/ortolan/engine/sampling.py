@@ -15,7 +15,7 @@ _SEED_BITS = (1 << 64) - 1
 
 
 class NativeSampler:
-    """The engine's `Sampler`: all rows of a step in one native call, which releases the GIL.
+    """The engine's `TokenSampler`: all rows of a step in one native call, which releases the GIL.
 
     A token depends only on the logits of its row and on the sequence: its options, prompt, answer, grammar, seed and
     index. Seed, length of the answer and index select a value of a counter-based random generator (Philox4x32-10).

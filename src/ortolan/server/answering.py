@@ -229,6 +229,6 @@ async def compiled(generator: Generator, source: str, param: str) -> Grammar:
     """
     loop = asyncio.get_running_loop()
     try:
-        return await loop.run_in_executor(generator.preparing, generator.compile, source)
+        return await loop.run_in_executor(generator.compiling, generator.compile, source)
     except ArgumentError as error:
         raise ApiError(400, f"{param} cannot be compiled: {error}", param=param) from None

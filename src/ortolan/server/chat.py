@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MOST_SECONDS = 5.0  # of rendering one prompt
 _MOST_CHARACTERS = 1 << 20  # of a template
+_MOST_PROMPT = 1 << 22  # characters of a prompt, by default
 
 
 class _TemplateRefusal(Exception):
@@ -40,14 +41,12 @@ class ChatTemplate:
         self,
         templates: Mapping[str, str],
         special_tokens: Mapping[str, str] | None = None,
-        most_characters: int = 1 << 22,
     ) -> None:
         """Compile the templates.
 
         Args:
             templates: Templates by name: "default", and optionally "tool_use", which is used if tools are given.
             special_tokens: Variables such as bos_token.
-            most_characters: The longest prompt.
 
         Raises:
             ModelError: A template is not valid Jinja, or there is no default one.
@@ -56,7 +55,6 @@ class ChatTemplate:
             raise ModelError('the folder has chat templates, but no "default" one; name one of them "default"')
         self.source = templates["default"]
         self._special = dict(special_tokens or {})
-        self._most = most_characters
         environment = _environment()
         self._templates = {name: _compiled(environment, name, text) for name, text in templates.items()}
         self.takes_tools = any("tools" in text for text in templates.values())
@@ -68,6 +66,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        most_characters: int = _MOST_PROMPT,
     ) -> str:
         """Return the prompt.
 
@@ -76,6 +75,7 @@ class ChatTemplate:
             tools: Definitions of tools in OpenAI's format.
             variables: More variables of the template, such as enable_thinking.
             add_generation_prompt: End the prompt with the beginning of the assistant's answer.
+            most_characters: The longest prompt.
 
         Raises:
             ApiError: 400 if the template refuses the messages, fails, or the prompt is too long.
@@ -90,7 +90,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._rendered(self._templates[name], given)
+            return _rendered(self._templates[name], given, most_characters)
         except ApiError:
             raise
         except _TemplateRefusal as error:
@@ -104,23 +104,24 @@ class ChatTemplate:
                 400, f"messages: the model's chat template failed on them ({reason})", param="messages"
             ) from None
 
-    def _rendered(self, template: Template, given: Mapping[str, Any]) -> str:
-        end, pieces, length = time.monotonic() + _MOST_SECONDS, [], 0
-        for piece in template.generate(given):
-            pieces.append(piece)
-            length += len(piece)
-            if length > self._most:
-                raise ApiError(400, f"messages: the prompt has more than {self._most} characters; send fewer")
-            if time.monotonic() > end:
-                raise ApiError(400, f"messages: the chat template ran for more than {_MOST_SECONDS:g} s; send fewer")
-        return "".join(pieces)
-
     def _known_role(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return the message; OpenAI's newer name for the role system becomes the one that the template knows."""
         known = dict(message)
         if known["role"] == "developer" and not self._knows_developer:
             known["role"] = "system"
         return known
+
+
+def _rendered(template: Template, given: Mapping[str, Any], most: int) -> str:
+    end, pieces, length = time.monotonic() + _MOST_SECONDS, [], 0
+    for piece in template.generate(given):
+        pieces.append(piece)
+        length += len(piece)
+        if length > most:
+            raise ApiError(400, f"messages: the prompt has more than {most} characters; send fewer")
+        if time.monotonic() > end:
+            raise ApiError(400, f"messages: the chat template ran for more than {_MOST_SECONDS:g} s; send fewer")
+    return "".join(pieces)
 
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:

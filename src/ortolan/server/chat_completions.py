@@ -69,7 +69,7 @@ async def chat(request: Request, generator: Generator, settings: ServerSettings)
     body = await read_body(request, settings.limits)
     folder, loop = generator.folder, asyncio.get_running_loop()
     read = _read(body, generator, settings.limits, client_host(request))
-    prompt, tokens = await loop.run_in_executor(generator.preparing, _render, folder, read.prompt)
+    prompt, tokens = await loop.run_in_executor(generator.preparing, _render, folder, settings.limits, read.prompt)
     markers = folder.thoughts
     state = "free" if markers is None else prompt_state(prompt, markers)
     grammar = None
@@ -162,10 +162,14 @@ def _variables(body: Fields) -> dict[str, Any]:
     return found if effort is None else {"reasoning_effort": effort, **found}
 
 
-def _render(folder: ModelFolder, read: _Prompt, add_generation_prompt: bool = True) -> tuple[str, tuple[int, ...]]:
+def _render(
+    folder: ModelFolder, limits: Limits, read: _Prompt, add_generation_prompt: bool = True
+) -> tuple[str, tuple[int, ...]]:
     """Return the prompt of a chat, and its tokens."""
     assert folder.template is not None
-    prompt = folder.template.render(read.messages, read.tools.shown, read.variables, add_generation_prompt)
+    prompt = folder.template.render(
+        read.messages, read.tools.shown, read.variables, add_generation_prompt, limits.characters
+    )
     return prompt, folder.encode(prompt, whole=False)
 
 
@@ -173,8 +177,8 @@ async def chat_tokens(body: Fields, generator: Generator, limits: Limits) -> tup
     """Return the tokens of a chat's prompt."""
     read = _read_prompt(body, generator.folder, limits)
     begins_answer = body.boolean("add_generation_prompt", True)
-    loop = asyncio.get_running_loop()
-    _, tokens = await loop.run_in_executor(generator.preparing, _render, generator.folder, read, begins_answer)
+    loop, folder = asyncio.get_running_loop(), generator.folder
+    _, tokens = await loop.run_in_executor(generator.preparing, _render, folder, limits, read, begins_answer)
     return tokens
 
 

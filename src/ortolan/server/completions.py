@@ -11,7 +11,7 @@ from starlette.responses import Response
 from ..engine import Output, TokenLogprobs
 from .answering import Head, respond
 from .errors import ApiError
-from .fields import Fields, refuse
+from .fields import Fields, check_tokens, refuse
 from .generation import Generator
 from .http import client_host, read_body
 from .request_options import ends_in_time, read_common
@@ -33,7 +33,7 @@ async def complete(request: Request, generator: Generator, settings: ServerSetti
         body, generator.folder, limits, client_host(request), max_tokens=_MAX_TOKENS, logprobs=logprobs
     )
     body.refuse_unless("best_of", options.n, why="the server returns all answers that it computes")
-    prompts = _prompts(body, limits)
+    prompts = _prompts(body, limits, generator.engine.model.vocabulary)
     if len(prompts) * options.n > limits.choices:
         raise ApiError(
             400,
@@ -53,7 +53,7 @@ async def complete(request: Request, generator: Generator, settings: ServerSetti
     return await respond(request, generator, settings, options, answers, choices, head)
 
 
-def _prompts(body: Fields, limits: Limits) -> list[str | list[int]]:
+def _prompts(body: Fields, limits: Limits, vocabulary: int) -> list[str | list[int]]:
     """Return texts and tokens."""
     given = body.require("prompt", _PROMPT)
     if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
@@ -68,8 +68,10 @@ def _prompts(body: Fields, limits: Limits) -> list[str | list[int]]:
                 raise ApiError(
                     400, f"prompt has {len(one)} characters, expected at most {limits.characters}", param="prompt"
                 )
-        elif not isinstance(one, list) or not one or not all(type(token) is int and token >= 0 for token in one):
-            raise refuse(f"prompt[{number}]", one, "a string, or tokens from 0 on")
+        elif not isinstance(one, list) or not one:
+            raise refuse(f"prompt[{number}]", one, "a string, or tokens")
+        else:
+            check_tokens(f"prompt[{number}]", one, vocabulary)
     return given
 
 

@@ -63,11 +63,13 @@ def serving_folder(source: Path, cache: Path, progress: Progress | None = None) 
             raise ModelError(f"{str(source)!r} is a file, expected a folder with model.onnx, or a .gguf file")
         if model_kind(source) == "serving":
             return source
-    target = cache / "serving" / f"{source.resolve().stem}-{_fingerprint(source)}"
+    path = source.resolve()
+    # A folder's name may have dots, as in Qwen2.5-0.5B, which do not begin a suffix.
+    target = cache / "serving" / f"{path.stem if is_gguf else path.name}-{_fingerprint(source)}"
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.with_suffix(".lock")):
+    with _locked(target.with_name(f"{target.name}.lock")):
         if not target.is_dir():  # another process may have made it meanwhile
             _convert(source, target, is_gguf, progress)
     return target

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from ..engine import Engine, Stream
 
 _log = logging.getLogger(__name__)
-_PREPARING_THREADS = 2  # render chat templates, tokenize and compile schemas, beside the event loop
+_PREPARING_THREADS = 2  # render chat templates and tokenize, beside the event loop
+_COMPILING_THREADS = 2  # of their own, because a schema may take seconds
 
 
 class Answer:
@@ -77,6 +78,7 @@ class Generator:
         texts: Texts of single tokens, for log probabilities.
         compile: Compiles a grammar in llguidance's variant of Lark.
         preparing: Threads for work that would block the event loop.
+        compiling: Threads that compile grammars.
     """
 
     def __init__(self, engine: Engine, folder: ModelFolder, compile_grammar: Callable[[str], Grammar]) -> None:
@@ -90,6 +92,7 @@ class Generator:
         self.engine, self.folder, self.compile = engine, folder, compile_grammar
         self.texts = TokenTexts(folder.tokenizer)
         self.preparing = ThreadPoolExecutor(_PREPARING_THREADS, "ortolan-prepare")
+        self.compiling = ThreadPoolExecutor(_COMPILING_THREADS, "ortolan-compile")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._outputs: deque[tuple[Answer, Output]] = deque()
         self._waking = False
@@ -110,8 +113,7 @@ class Generator:
             for request in requests:
                 answers.append(self._submit(request))
         except BaseException as error:
-            for answer in answers:
-                answer.cancel()
+            self.forget(answers)
             if isinstance(error, QueueFullError):
                 wait = max(math.ceil(error.retry_after), 1)
                 raise ApiError(429, str(error), code="queue_full", retry_after=wait) from None
@@ -176,5 +178,6 @@ class Generator:
             answer.cancel()
 
     def close(self) -> None:
-        """End the threads for preparing."""
-        self.preparing.shutdown(wait=False, cancel_futures=True)
+        """End the threads for preparing and compiling."""
+        for pool in (self.preparing, self.compiling):
+            pool.shutdown(wait=False, cancel_futures=True)

@@ -22,7 +22,8 @@ _MARKERS = {
     *(PYTHON_TAG, TOOL_CALLS, ARGS, "[CALL_ID]", "<tool_call>", "</tool_call>"),
     *("<think>", "</think>", "[THINK]", "[/THINK]"),
 }
-# Fields of generation_config.json that are defaults of a request: the least value, and the largest one.
+# Fields of generation_config.json that are defaults of a request: the least value, and the largest one. A field of
+# _ABOVE must be larger than the least value.
 _SAMPLING = {
     "temperature": (0, 2),
     "top_p": (0, 1),
@@ -30,6 +31,7 @@ _SAMPLING = {
     "min_p": (0, 1),
     "repetition_penalty": (0, 10),
 }
+_ABOVE = ("top_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -132,9 +134,9 @@ def read_sampling(folder: Path) -> dict[str, float]:
         value = said.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            raise ModelError(
-                f"{name} in {str(folder / 'generation_config.json')!r} is {value!r}, expected {least} to {most}"
-            )
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not least <= value <= most or (name in _ABOVE and value == least):
+            bounds = f"above {least} and at most {most}" if name in _ABOVE else f"{least} to {most}"
+            raise ModelError(f"{name} in {str(folder / 'generation_config.json')!r} is {value!r}, expected {bounds}")
         found[name] = float(value)
     return found

@@ -36,7 +36,7 @@ try:
     from starlette.types import Message, Receive, Scope, Send
 
     from .http import DONE, error_response, event
-    from .run import ServeOptions, open_application, prepare_model
+    from .run import ServeOptions, model_name, open_application, prepare_model
 except ImportError as error:
     raise OrtolanError(f"this needs Ray Serve ({error}); install it with: pip install 'ortolan[ray]'") from error
 
@@ -85,7 +85,7 @@ class RayConfig(BaseModel):
     def options(self) -> ServeOptions:
         """Return the options of each replica."""
         return ServeOptions(
-            name=self.name or Path(self.model).stem,
+            name=self.name or model_name(Path(self.model)),
             threads=self.threads,
             context=self.context,
             cache_bytes=self.cache_bytes,

@@ -56,12 +56,10 @@ class ServerSettings:
         name: The model's name in answers. Requests may name any model, since there is only one.
         api_key: Requests must have it as a bearer token, except those to /health; None: requests need no key.
         limits: The limits on requests.
-        drain_seconds: How long requests may continue after the server was told to stop.
         keep_alive_seconds: After this time without an event, a stream gets a comment, so that proxies keep it open.
     """
 
     name: str
     api_key: str | None = None
     limits: Limits = field(default_factory=Limits)
-    drain_seconds: float = 30
     keep_alive_seconds: float = 15

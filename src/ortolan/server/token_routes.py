@@ -9,8 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .chat_completions import chat_tokens
-from .errors import ApiError
-from .fields import Fields
+from .fields import Fields, check_tokens
 from .generation import Generator
 from .http import json_response, read_body
 from .settings import ServerSettings
@@ -52,9 +51,7 @@ def _tokens(body: Fields, generator: Generator) -> list[int]:
     expected = f"an array of tokens from 0 to {vocabulary - 1}"
     body.require("tokens", expected)
     tokens = body.array("tokens", 1 << 20, expected)
-    for token in tokens:
-        if type(token) is not int or not 0 <= token < vocabulary:
-            raise ApiError(400, f"tokens has {token!r}, expected {expected}"[:200], param="tokens")
+    check_tokens("tokens", tokens, vocabulary)
     return tokens
 
 
