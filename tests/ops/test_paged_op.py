@@ -133,7 +133,7 @@ def test_long_sequences_are_merged_by_parts() -> None:
 
 
 def test_sinks_count_once_in_any_part() -> None:
-    """With a window, late tokens see no key of the first part, and some windows cross two parts."""
+    """Late tokens see no key of the first part, because of a window, and some windows cross two parts."""
     case: dict[str, Any] = {"heads": 2, "kv_heads": 1, "dim": 16, "blocks": 288, "sinks": True}
     node = Node(**case, attributes={"window": 40})
     tensors = sequence(node, 4400)

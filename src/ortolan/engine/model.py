@@ -61,7 +61,7 @@ class PagedModel:
                 "optimize_onnx(model, output, serve=True) or `ortolan import --serve`"
             )
         shapes = {value.name: value.shape[1:] for value in session.get_inputs() if value.name.startswith(POOL)}
-        vocabulary = next((out.shape[-1:] for out in session.get_outputs() if out.name == LOGITS), [])
+        vocabulary: list[int] = next((out.shape[-1:] for out in session.get_outputs() if out.name == LOGITS), [])
         said = metadata.get(CONTEXT_KEY, "1")
         sizes = [*vocabulary, *(size for shape in shapes.values() for size in shape)]
         if not (shapes and vocabulary and all(type(one) is int and one > 0 for one in sizes)):

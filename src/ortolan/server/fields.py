@@ -68,7 +68,7 @@ def refuse(name: str, found: Any, expected: str) -> ApiError:
 
 
 def check_tokens(name: str, tokens: Sequence[Any], vocabulary: int) -> None:
-    """Raise ApiError 400 for a value that is no token of the vocabulary."""
+    """Raise ApiError 400 for a value outside the vocabulary."""
     for token in tokens:
         if type(token) is not int or not 0 <= token < vocabulary:
             raise ApiError(400, f"{name} has {shown(token)}, expected tokens from 0 to {vocabulary - 1}", param=name)
