@@ -22,6 +22,8 @@ PICTURES = ROOT / "docs" / "pictures"
 # Names of boxes with their captions, and folders that have no box.
 PYTHON = {
     "src/ortolan": "API, CLI, hosts",
+    "server": "OpenAI's API, Ray",
+    "engine": "many requests",
     "train": "distillation in torch",
     "models": "model builders",
     "benchmarks": "ortolan bench",
@@ -30,6 +32,7 @@ PYTHON = {
     "recipe": "lists of passes",
     "forms": "arguments to recipe",
     "registry": "order of passes",
+    "serve": "form for serving",
     "passes": "change the graph",
     "text": "tokenizers",
     "operators": "nodes, packing",
@@ -101,7 +104,7 @@ def _python_box(module: str) -> str | None:
         return parts[2] if len(parts) > 2 and parts[2] in PYTHON else None
     if parts[0] != "ortolan" or parts[1:2] == ["_native"]:
         return None
-    return parts[1] if len(parts) > 1 and parts[1] in ("train", "models", "benchmarks") else "src/ortolan"
+    return parts[1] if len(parts) > 1 and parts[1] in ("train", "models", "benchmarks", "engine", "server") else "src/ortolan"
 
 
 def _imports(path: Path, module: str) -> Iterator[str]:
