@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -115,7 +115,7 @@ def serve(
     ] = 30,
 ) -> None:
     """Serve a model with OpenAI's API: chats, completions, embeddings, reranking (needs the extra serve)."""
-    from .server.run import ServeOptions, model_name, prepare_model
+    from .server.run import ServeOptions, model_name
     from .server.run import serve as run
     from .server.settings import Limits
 
@@ -135,9 +135,14 @@ def serve(
         drain_seconds=drain,
         limits=Limits(seconds=max_seconds),
     )
-    with progress_bar() as progress:
-        prepared = prepare_model(folder, progress)
-    run(prepared, options, on_ready=lambda url: print_step(f"serving {options.name} on {url}"))
+    with ExitStack() as stack:
+        progress = stack.enter_context(progress_bar())
+
+        def ready(url: str) -> None:
+            stack.close()  # removes the bar
+            print_step(f"serving {options.name} on {url}")
+
+        run(folder, options, progress=progress, on_ready=ready)
 
 
 def chat(

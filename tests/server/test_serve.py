@@ -195,6 +195,20 @@ def invoke(*arguments, **options):
     return CliRunner().invoke(app, list(map(str, arguments)), **options)
 
 
+def test_errors_come_before_the_conversion(monkeypatch):
+    def convert(*_):
+        raise AssertionError("converted")
+
+    monkeypatch.setattr("ortolan.server.run.prepare_model", convert)
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        found = invoke("serve", "model.gguf", "--port", busy.getsockname()[1])
+    assert found.exit_code == 1 and "cannot listen on 127.0.0.1" in found.output
+    found = invoke("serve", "model.gguf", "--port", 0, "--tool-calls", "morse")
+    assert found.exit_code == 1 and "'morse', expected one of hermes" in found.output
+
+
 LIMITS = ("--threads", 1, "--context", 128, "--cache-memory", "4M", "--max-tokens", 8, "--temperature", 0)
 
 

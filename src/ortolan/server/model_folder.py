@@ -85,8 +85,7 @@ def read_model_folder(folder: Path, tool_family: str | None = None) -> ModelFold
 
     from ..models.tokenizer import load_tokenizer
 
-    if tool_family is not None and tool_family not in PARSERS:
-        raise ModelError(f"tool_family is {tool_family!r}, expected one of {', '.join(PARSERS)}")
+    check_tool_family(tool_family)
     facts = load_tokenizer(folder)
     tokenizer = show_markers(load_json(folder / "tokenizer.json"))
     template = read_chat_template(folder)
@@ -103,6 +102,12 @@ def read_model_folder(folder: Path, tool_family: str | None = None) -> ModelFold
         find_markers(source, added) if template is not None else None,
         read_sampling(folder),
     )
+
+
+def check_tool_family(name: str | None) -> None:
+    """Raise ModelError for an unknown form of tool calls."""
+    if name is not None and name not in PARSERS:
+        raise ModelError(f"the form of tool calls is {name!r}, expected one of {', '.join(PARSERS)}")
 
 
 def show_markers(tokenizer: Tokenizer) -> Tokenizer:

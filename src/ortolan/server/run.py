@@ -85,6 +85,9 @@ def serve(
     """
     chosen = options or ServeOptions()
     _require_packages()
+    from .model_folder import check_tool_family
+
+    check_tool_family(chosen.tool_calls)
     with ExitStack() as stack:
         # The port first: opening models may take a minute.
         listening = stack.enter_context(_listen(chosen.host, chosen.port))
