@@ -16,8 +16,9 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -108,12 +109,18 @@ def running_server(folder: str, options: Sequence[str]) -> Iterator[tuple[subpro
         for line in process.stdout:
             lines.append(line)
             if "http://" in line:
+                # A full pipe would stop a server that logs.
+                threading.Thread(target=deque, args=(process.stdout, 0), daemon=True).start()
                 yield process, "http://" + line.split("http://", 1)[1].split()[0].strip("/ ")
                 return
         raise RuntimeError(f"the server did not start: {''.join(lines)}")
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
 
 
 class _Client:
