@@ -241,6 +241,14 @@ def test_a_server_that_fails(monkeypatch):
         assert "secret" not in failed.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_log_has_the_reason_under_the_id(stream, caplog):
+    with scripted_application() as application, TestClient(application.asgi) as client:
+        application.model.failing = True
+        client.post(CHAT, json=chat(stream=stream), headers={"x-request-id": "the-id"})
+    assert any("request the-id failed: the model failed" in record.getMessage() for record in caplog.records)
+
+
 def test_checks():
     with scripted_application(max_queue=1, max_sequences=1) as application:
 

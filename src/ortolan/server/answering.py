@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
@@ -15,14 +14,12 @@ from starlette.responses import Response
 
 from ..engine import Grammar, Output, TokenLogprobs
 from ..errors import ArgumentError
-from .errors import FAILED, ApiError
+from .errors import FAILED, ApiError, log_failure
 from .generation import Answer, Generator
 from .http import COMMENT, DONE, GONE, EventStream, event, json_response, unless_gone
 from .request_options import CommonOptions, usage
 from .settings import ServerSettings
 from .token_texts import TokenTexts
-
-_log = logging.getLogger(__name__)
 
 
 class Choice(Protocol):
@@ -85,7 +82,7 @@ def check_end(output: Output) -> None:
         reason = output.error or ""
         if reason.startswith("the grammar"):  # the engine's errors have no type, and only these are the client's fault
             raise ApiError(400, f"{reason}; simplify the schema", param="response_format")
-        _log.error("an answer failed: %s", reason)
+        log_failure(reason)
         raise ApiError(500, FAILED)
     if output.finish_reason == "cancelled":
         raise ApiError(503, "the server ended this answer because it is shutting down; send the request again")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from ..engines import EncoderEngine, RequestError
 from ..errors import OrtolanError
 from ..text_encoder import BATCH_TOKENS
 from ..token_batches import TokenBatches
-from .errors import FAILED, ApiError
+from .errors import FAILED, ApiError, log_failure
 from .fields import Fields, refuse
 from .http import GONE, json_response, read_body, unless_gone
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from .metrics import EncoderMetrics
     from .settings import Limits
 
-_log = logging.getLogger(__name__)
 _INPUT = "a text, texts, tokens of a text, or tokens of texts"
 _MOST_DIMENSIONS = 1 << 20
 
@@ -176,7 +174,7 @@ class Encoders:
             raise
         for number, answer in enumerate(answers):
             if isinstance(answer, Exception):
-                _log.error("text %d could not be run", number, exc_info=answer)
+                log_failure(f"text {number} could not be run", answer)
                 raise ApiError(500, f"text {number} could not be run: {FAILED}")
         return np.stack(answers), sum(map(len, texts))
 

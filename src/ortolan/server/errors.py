@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from contextvars import ContextVar
 from typing import Any
 
 from ..engines import RequestError
 
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_log = logging.getLogger(__name__)
+REQUEST_ID: ContextVar[str] = ContextVar("ortolan_request_id", default="unknown")  # of the request being answered
 FAILED = "the server failed; its log has the reason, under this answer's x-request-id"
 
 
@@ -32,6 +36,11 @@ class ApiError(RequestError):
         """Create the error."""
         super().__init__(status, message, retry_after)
         self.param, self.code = param, code
+
+
+def log_failure(reason: str, error: BaseException | None = None) -> None:
+    """Log why a request failed, with its id, to which FAILED refers."""
+    _log.error("request %s failed: %s", REQUEST_ID.get(), reason, exc_info=error)
 
 
 def error_body(error: RequestError) -> dict[str, Any]:

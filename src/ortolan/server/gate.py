@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 import re
 import secrets
 from collections.abc import Collection
@@ -12,12 +11,11 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import FAILED, ApiError
+from .errors import FAILED, REQUEST_ID, ApiError, log_failure
 from .http import error_response
 from .metrics import Metrics
 from .settings import ServerSettings
 
-_log = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _OPEN_PATHS = ("/health",)  # without a key, for load balancers
 _DRAINING_PATHS = ("/health", "/metrics")  # answered until the server ends
@@ -63,6 +61,7 @@ class Gate:
             return
         path = scope["path"]
         sent = _Sent(send, _request_id(scope))
+        REQUEST_ID.set(sent.request_id)
         counted = path not in _DRAINING_PATHS
         if counted:
             self._drain.active += 1
@@ -72,8 +71,8 @@ class Gate:
             await self._app(scope, receive, sent)
         except ApiError as error:
             await error_response(error)(scope, receive, sent)
-        except Exception:
-            _log.exception("request %s to %s failed", sent.request_id, path)
+        except Exception as error:
+            log_failure(path, error)
             if not sent.status:
                 await error_response(ApiError(500, FAILED))(scope, receive, sent)
         finally:

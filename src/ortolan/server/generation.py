@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -19,7 +18,6 @@ from .token_texts import TokenTexts
 if TYPE_CHECKING:
     from ..engine import Engine, Stream
 
-_log = logging.getLogger(__name__)
 _PREPARING_THREADS = 2  # render chat templates and tokenize, beside the event loop
 _COMPILING_THREADS = 2  # of their own, because a schema may take seconds
 

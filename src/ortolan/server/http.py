@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -14,11 +13,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..engines import RequestError
-from .errors import FAILED, ApiError, error_body
+from .errors import FAILED, ApiError, error_body, log_failure
 from .fields import Fields, parse_object
 from .settings import Limits
 
-_log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 GONE = 499  # the status of an answer that nobody reads, as nginx logs it
 DONE = b"data: [DONE]\n\n"
@@ -130,8 +128,8 @@ class EventStream(Response):
                 await send(_last(error))
             except OSError:
                 raise
-            except Exception:
-                _log.exception("a stream failed")
+            except Exception as error:
+                log_failure("its stream", error)
                 await send(_last(ApiError(500, FAILED)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
