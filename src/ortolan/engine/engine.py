@@ -122,21 +122,24 @@ class Engine:
             for index in range(request.n)
         )
         with self._condition:
-            if self._closing:
-                raise EngineClosedError("the engine is closed and takes no more requests")
-            queued = self._queued()
-            if queued + request.n > self._max_queue:
-                self._counters.rejected += 1
-                seconds = self._retry_after(queued)
-                raise QueueFullError(
-                    f"the queue is full: {queued} sequences wait, and at most {self._max_queue} may; "
-                    f"try again in {seconds:.0f} seconds",
-                    seconds,
-                )
+            self._require_room(request.n)
             self._inbox.append(stream)
             self._inbox_choices += request.n
             self._condition.notify_all()
         return stream
+
+    def check_room(self, sequences: int = 1) -> None:
+        """Check that a request would be queued now, before its prompt is prepared. Any thread may call this.
+
+        Args:
+            sequences: The number of the request's choices.
+
+        Raises:
+            QueueFullError: Too many sequences wait.
+            EngineClosedError: The engine is closed.
+        """
+        with self._condition:
+            self._require_room(sequences)
 
     def stats(self) -> Stats:
         """Return counters and histograms. Any thread may call this; numbers may be of one step more or less."""
@@ -206,6 +209,20 @@ class Engine:
             raise ArgumentError(f"n is {request.n}, expected at most {self._max_queue}, the engine's max_queue")
         if request.stop and self.tokenizer is None:
             raise ArgumentError("stop needs a tokenizer: pass one to Engine, or use end_tokens")
+
+    def _require_room(self, sequences: int) -> None:
+        if self._closing:
+            raise EngineClosedError("the engine is closed and takes no more requests")
+        queued = self._queued()
+        # An empty queue refuses no request: to wait would not help.
+        if queued and queued + sequences > self._max_queue:
+            self._counters.rejected += 1
+            seconds = self._retry_after(queued)
+            raise QueueFullError(
+                f"the queue is full: {queued} sequences wait, and at most {self._max_queue} may; "
+                f"try again in {seconds:.0f} seconds",
+                seconds,
+            )
 
     def _text_stream(self, request: Request) -> TextStream | None:
         if self.tokenizer is None:

@@ -69,6 +69,7 @@ async def chat(request: Request, generator: Generator, settings: ServerSettings)
     body = await read_body(request, settings.limits)
     folder, loop = generator.folder, asyncio.get_running_loop()
     read = _read(body, generator, settings.limits, client_host(request))
+    generator.check_room(read.options.n)
     prompt, tokens = await loop.run_in_executor(generator.preparing, _render, folder, settings.limits, read.prompt)
     markers = folder.thoughts
     state = "free" if markers is None else prompt_state(prompt, markers)

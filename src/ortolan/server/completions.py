@@ -40,6 +40,7 @@ async def complete(request: Request, generator: Generator, settings: ServerSetti
             f"n is {options.n} for {len(prompts)} prompts, expected at most {limits.choices} answers together",
             param="n",
         )
+    generator.check_room(len(prompts) * options.n)
     grammar = await response_grammar(body, generator, limits)
     loop = asyncio.get_running_loop()
     tokens = await loop.run_in_executor(generator.preparing, _tokenized, generator, prompts)

@@ -112,15 +112,19 @@ class Generator:
                 answers.append(self._submit(request))
         except BaseException as error:
             self.forget(answers)
-            if isinstance(error, QueueFullError):
-                wait = max(math.ceil(error.retry_after), 1)
-                raise ApiError(429, str(error), code="queue_full", retry_after=wait) from None
-            if isinstance(error, EngineClosedError):
-                raise ApiError(503, "the server is shutting down", retry_after=1) from None
-            if isinstance(error, ArgumentError):
-                raise ApiError(400, str(error)) from None
-            raise
+            raise _refusal(error) from None
         return answers
+
+    def check_room(self, sequences: int) -> None:
+        """Check that a request would be queued now, before its prompt is prepared.
+
+        Raises:
+            ApiError: 429 if the queue is full, 503 if the engine is closed.
+        """
+        try:
+            self.engine.check_room(sequences)
+        except (QueueFullError, EngineClosedError) as error:
+            raise _refusal(error) from None
 
     def _submit(self, request: Request) -> Answer:
         answer = Answer(request)
@@ -179,3 +183,13 @@ class Generator:
         """End the threads for preparing and compiling."""
         for pool in (self.preparing, self.compiling):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _refusal(error: BaseException) -> BaseException:
+    """Return the ApiError for an error of `Engine.submit`, or the error itself if it is another one."""
+    if isinstance(error, QueueFullError):
+        wait = max(math.ceil(error.retry_after), 1)
+        return ApiError(429, str(error), code="queue_full", retry_after=wait)
+    if isinstance(error, EngineClosedError):
+        return ApiError(503, "the server is shutting down", retry_after=1)
+    return ApiError(400, str(error)) if isinstance(error, ArgumentError) else error
