@@ -22,6 +22,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,8 @@ import numpy as np
 from .result import versions_line
 
 _TOKENS = 100  # of an answer
-_CHATS = 64  # different ones
+_REPEATED = 16  # chats that come again and again, one arrival in 8: their answers must be equal
+_REPEAT = 1 / 8
 _CLIENTS = 32  # that measure the capacity
 _WARM_SECONDS, _CAPACITY_SECONDS = 5.0, 30.0
 _MEMORY_SECONDS = 10.0
@@ -79,23 +81,20 @@ class Load:
         }
 
 
-def make_chats(seed: int = 0) -> list[dict[str, Any]]:
-    """Return bodies of requests."""
-    rng = np.random.default_rng(seed)
-    texts = [" ".join(rng.choice(_TEXT.split(), rng.integers(90, 380))) for _ in range(_CHATS)]
-    return [
-        {
-            "model": "any",
-            "messages": [{"role": "user", "content": f"{number}: {text}"}],
-            "max_tokens": _TOKENS,
-            "temperature": 0.8,
-            "seed": number,
-            "stream": True,
-            "ignore_eos": True,
-            "stream_options": {"include_usage": True},
-        }
-        for number, text in enumerate(texts)
-    ]
+def make_chat(number: int) -> dict[str, Any]:
+    """Return the body of a request. Prompts differ from their first words on, so that they share no prefix."""
+    rng = np.random.default_rng(number)
+    text = " ".join(rng.choice(_TEXT.split(), rng.integers(90, 380)))
+    return {
+        "model": "any",
+        "messages": [{"role": "user", "content": f"{number}: {text}"}],
+        "max_tokens": _TOKENS,
+        "temperature": 0.8,
+        "seed": number,
+        "stream": True,
+        "ignore_eos": True,
+        "stream_options": {"include_usage": True},
+    }
 
 
 @contextmanager
@@ -124,24 +123,24 @@ def running_server(folder: str, options: Sequence[str]) -> Iterator[tuple[subpro
 
 
 class _Client:
-    def __init__(self, address: str, chats: Sequence[dict[str, Any]], load: Load) -> None:
+    def __init__(self, address: str, load: Load) -> None:
         import httpx
 
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._http = httpx.AsyncClient(base_url=address, timeout=600, limits=limits)
-        self._chats, self._load = chats, load
+        self._load = load
 
     async def ask(self, number: int) -> None:
         """Send a chat, and note what happens."""
         try:
-            outcome = await self._ask(number % len(self._chats))
+            outcome = await self._ask(number)
         except Exception as error:
             outcome = type(error).__name__
         self._load.outcomes[outcome] += 1
 
     async def _ask(self, number: int) -> str:
         load, began, last, text, ended = self._load, time.perf_counter(), 0.0, [], False
-        async with self._http.stream("POST", "/v1/chat/completions", json=self._chats[number]) as response:
+        async with self._http.stream("POST", "/v1/chat/completions", json=make_chat(number)) as response:
             if response.status_code == 429 and "retry-after" in response.headers:
                 load.retry_after.append(float(response.headers["retry-after"]))
                 return "refused"
@@ -166,31 +165,32 @@ class _Client:
                 return "stream without [DONE]"
         if not ended:
             return "stream without finish_reason"
-        load.different += load.answers.setdefault(number, "".join(text)) != "".join(text)
+        if number < _REPEATED:
+            load.different += load.answers.setdefault(number, "".join(text)) != "".join(text)
         return "answered"
 
 
-async def measure_capacity(address: str, chats: Sequence[dict[str, Any]], load: Load) -> float:
+async def measure_capacity(address: str, load: Load) -> float:
     """Return the answers a second to clients that send the next request after an answer."""
-    client, end, warm = _Client(address, chats, load), time.monotonic() + _CAPACITY_SECONDS, [0, 0.0]
+    client, end, warm = _Client(address, load), time.monotonic() + _CAPACITY_SECONDS, [0, 0.0]
+    numbers = count(_REPEATED)
 
-    async def again(number: int) -> None:
+    async def again() -> None:
         while time.monotonic() < end:
-            await client.ask(number)
-            number += _CLIENTS
+            await client.ask(next(numbers))
 
     async def note() -> None:
         await asyncio.sleep(_WARM_SECONDS)
         warm[:] = [load.outcomes["answered"], time.monotonic()]
 
-    await asyncio.gather(note(), *(again(number) for number in range(_CLIENTS)))
+    await asyncio.gather(note(), *(again() for _ in range(_CLIENTS)))
     return (load.outcomes["answered"] - warm[0]) / (time.monotonic() - warm[1])
 
 
-async def run_load(address: str, chats: Sequence[dict[str, Any]], rate: float, seconds: float, pid: int) -> Load:
+async def run_load(address: str, load: Load, rate: float, seconds: float, pid: int) -> None:
     """Send chats as a Poisson process, `rate` a second on average."""
-    load, rng = Load(), np.random.default_rng(1)
-    client, end, tasks = _Client(address, chats, load), time.monotonic() + seconds, set()
+    rng, numbers = np.random.default_rng(1), count(1_000_000)
+    client, end, tasks = _Client(address, load), time.monotonic() + seconds, set()
 
     async def memory() -> None:
         while True:
@@ -199,14 +199,14 @@ async def run_load(address: str, chats: Sequence[dict[str, Any]], rate: float, s
 
     watch = asyncio.create_task(memory())
     while time.monotonic() < end:
-        task = asyncio.create_task(client.ask(int(rng.integers(len(chats)))))
+        number = int(rng.integers(_REPEATED)) if rng.random() < _REPEAT else next(numbers)
+        task = asyncio.create_task(client.ask(number))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
         await asyncio.sleep(float(rng.exponential(1 / rate)))
     await asyncio.gather(*tasks)
     watch.cancel()
     load.megabytes.append(_resident_megabytes(pid))
-    return load
 
 
 def _resident_megabytes(pid: int) -> int:
@@ -225,11 +225,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(argv)
     options = ["--threads", str(arguments.threads), "--max-queue", str(arguments.max_queue)]
-    chats = make_chats()
+    before, load = Load(), Load()
     with running_server(arguments.folder, options) as (process, address):
-        capacity = asyncio.run(measure_capacity(address, chats, Load()))
+        capacity = asyncio.run(measure_capacity(address, before))
         rate = arguments.load * capacity
-        load = asyncio.run(run_load(address, chats, rate, arguments.seconds, process.pid))
+        asyncio.run(run_load(address, load, rate, arguments.seconds, process.pid))
     result = {"capacity": round(capacity, 2), "rate": round(rate, 2), "seconds": arguments.seconds, **load.to_dict()}
     if arguments.json:
         print(json.dumps(result))
@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(versions_line())
         for name, value in result.items():
             print(f"{name:<24}{value}")
-    return 1 if load.lost or load.different else 0
+    return 1 if before.lost or load.lost or load.different else 0
 
 
 if __name__ == "__main__":
