@@ -207,13 +207,43 @@ def test_a_grammar_allows_tokens_and_ends_answers(engine: Engine) -> None:
     assert request.grammar is not None and not request.grammar.finished
 
 
-@pytest.mark.parametrize(("grammar", "error"), [(NoMask(), "is not a digit"), (BadMask(), "no mask today")])
-def test_an_error_of_a_grammar_ends_its_request_alone(engine: Engine, grammar: Digits, error: str) -> None:
+class TooComplex(Digits):
+    def mask(self) -> NDArray[np.uint32] | None:
+        raise ArgumentError("the grammar is too complex")
+
+    def copy(self) -> TooComplex:
+        return TooComplex(self.seen)
+
+
+class NoToken(Digits):
+    def mask(self) -> NDArray[np.uint32] | None:
+        return np.zeros(-(-VOCABULARY // 32), np.uint32)
+
+    def copy(self) -> NoToken:
+        return NoToken(self.seen)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "error", "kind"),
+    [
+        (NoMask(), "is not a digit", "internal"),
+        (BadMask(), "no mask today", "internal"),
+        (TooComplex(), "the grammar is too complex", "request"),
+    ],
+)
+def test_an_error_of_a_grammar_ends_its_request_alone(engine: Engine, grammar: Digits, error: str, kind: str) -> None:
     other = engine.submit(fine := Request(tokens(1, 300), 20, GREEDY))
     outputs = collect(engine.submit(Request(tokens(0, 20), 50, SamplingOptions(seed=1), grammar=grammar)))[0]
     assert outputs[-1].finish_reason == "error" and error in str(outputs[-1].error)
+    assert outputs[-1].error_kind == kind and outputs[0].error_kind == (kind if len(outputs) == 1 else None)
     assert answer_tokens(collect(other)[0]) == answer(fine)
     check_idle(engine)
+
+
+def test_a_grammar_without_tokens_is_an_error_of_the_request(model: SmallModel) -> None:
+    with Engine(model) as engine:
+        (output,) = engine.submit(Request(tokens(0, 20), 50, GREEDY, grammar=NoToken()))
+    assert (output.error, output.error_kind) == ("the grammar excludes every token", "request")
 
 
 def test_a_grammar_that_fails_leaves_other_rows_their_logits(engine: Engine, model: SmallModel) -> None:

@@ -18,7 +18,8 @@ openai = pytest.importorskip("openai")
 
 from starlette.testclient import TestClient  # noqa: E402
 
-from ortolan.errors import ArgumentError  # noqa: E402
+from ortolan.errors import ArgumentError, OrtolanError  # noqa: E402
+from ortolan.server.errors import FAILED  # noqa: E402
 from ortolan.server.settings import Limits  # noqa: E402
 
 from .scripted import events, running, scripted_application, wait_for  # noqa: E402
@@ -227,6 +228,23 @@ def test_a_model_that_fails():
         assert (error["error"]["type"], done) == ("server_error", "[DONE]")
         assert "secret" not in failed.text + str(error)
         assert client.post(CHAT, json=chat()).json()["choices"][0]["message"]["content"] == "Hi"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (ArgumentError("too complex"), 400, "too complex; simplify the schema"),
+        (OrtolanError("the grammar fails"), 500, FAILED),
+    ],
+)
+def test_grammars_that_fail(monkeypatch, error, status, message):
+    def fail(_):
+        raise error
+
+    with scripted_application() as application, TestClient(application.asgi) as client:
+        monkeypatch.setattr("ortolan.engine.grammar.TokenGrammar.mask", fail)
+        answer = client.post(CHAT, json=chat(response_format={"type": "json_object"}))
+        assert answer.status_code == status and answer.json()["error"]["message"] == message
 
 
 def test_a_server_that_fails(monkeypatch):

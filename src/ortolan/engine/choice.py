@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .requests import FinishReason, Grammar, Output, Request, TokenLogprobs
+from .requests import ErrorKind, FinishReason, Grammar, Output, Request, TokenLogprobs
 from .rows import RowState, Sampled
 from .sequence import Sequence
 from .text import TextStream
@@ -75,12 +75,12 @@ class Choice(Sequence):
         logprobs = None
         if sampled.logprob is not None:
             logprobs = (TokenLogprobs(token, sampled.logprob, sampled.top),)
-        self._put((token,), text, logprobs, reason, None)
+        self._put((token,), text, logprobs, reason)
         return reason
 
-    def finish(self, reason: FinishReason, error: str | None = None) -> None:
+    def finish(self, reason: FinishReason, error: str | None = None, kind: ErrorKind | None = None) -> None:
         """Emit the last event, with the text that was held back."""
-        self._put((), "" if self.text is None else self.text.end(), None, reason, error)
+        self._put((), "" if self.text is None else self.text.end(), None, reason, error, kind)
 
     def _put(
         self,
@@ -88,11 +88,12 @@ class Choice(Sequence):
         text: str,
         logprobs: tuple[TokenLogprobs, ...] | None,
         reason: FinishReason | None,
-        error: str | None,
+        error: str | None = None,
+        kind: ErrorKind | None = None,
     ) -> None:
         row = self.row
         self.emit(
             Output(
-                row.index, tokens, text, logprobs, reason, error, self.cached, len(row.prompt), len(row.answer)
+                row.index, tokens, text, logprobs, reason, error, kind, self.cached, len(row.prompt), len(row.answer)
             )
         )  # fmt: skip

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..errors import ArgumentError, OrtolanError, one_line
 from .choice import Choice
-from .requests import EngineClosedError, FinishReason, QueueFullError, Request
+from .requests import EngineClosedError, ErrorKind, FinishReason, QueueFullError, Request
 from .rows import Sampled, TokenSampler
 from .scheduler import Plan, Scheduler
 from .sequence import State
@@ -293,7 +293,7 @@ class Engine:
         except Exception as error:
             _log.exception("the model failed; the %d sequences of the step end with an error", len(plan.counts))
             for sequence in list(plan.counts):  # ending one removes it
-                self._end(cast(Choice, sequence), "error", f"the model failed: {one_line(error)}")
+                self._end(cast(Choice, sequence), "error", f"the model failed: {one_line(error)}", "internal")
             return
         self._scheduler.complete(plan)
         counters = self._counters
@@ -318,13 +318,13 @@ class Engine:
 
     def _sample(self, plan: Plan, logits: NDArray[np.float32]) -> None:
         choices = cast("list[Choice]", plan.rows)
-        failed: dict[Choice, Exception] = {}
+        failed: dict[Choice, tuple[Exception, ErrorKind]] = {}
         for choice in choices:
             if choice.grammar is not None:
                 try:
                     choice.row.mask = choice.grammar.mask()
                 except Exception as error:
-                    failed[choice] = error
+                    failed[choice] = error, _kind(error)
         if failed:
             logits = logits[[choice not in failed for choice in choices]]
             choices = [choice for choice in choices if choice not in failed]
@@ -335,14 +335,15 @@ class Engine:
         now = time.monotonic()
         for choice, sampled in zip(choices, drawn, strict=True):
             if isinstance(sampled, Exception):
-                failed[choice] = sampled
+                mask = choice.row.mask
+                failed[choice] = sampled, "internal" if mask is None or mask.any() else "request"
                 continue
             try:
                 self._append(choice, sampled, now)
             except Exception as error:  # of a grammar or a tokenizer
-                failed[choice] = error
-        for choice, reason in failed.items():
-            self._end(choice, "error", one_line(reason))
+                failed[choice] = error, _kind(error)
+        for choice, (reason, kind) in failed.items():
+            self._end(choice, "error", one_line(reason), kind)
 
     def _sample_one(self, logits: NDArray[np.float32], choice: Choice) -> Sampled | Exception:
         try:
@@ -363,12 +364,14 @@ class Engine:
         if reason is not None:
             self._forget(choice, reason)
 
-    def _end(self, choice: Choice, reason: FinishReason, error: str | None = None) -> None:
+    def _end(
+        self, choice: Choice, reason: FinishReason, error: str | None = None, kind: ErrorKind | None = None
+    ) -> None:
         """End an answer before its time. Nothing happens if it has ended."""
         if choice.state is State.ENDED:
             return
         self._forget(choice, reason)
-        _finish(choice, reason, error)
+        _finish(choice, reason, error, kind)
 
     def _forget(self, choice: Choice, reason: FinishReason) -> None:
         self._scheduler.end(choice)
@@ -386,7 +389,7 @@ class Engine:
         for choice in self._active:
             choice.state = State.ENDED
             self._counters.finished["error"] += 1
-            _finish(choice, "error", error)
+            _finish(choice, "error", error, "internal")
         with self._condition:
             self._active.clear()
             self._deadlines.clear()
@@ -394,12 +397,17 @@ class Engine:
             self._condition.notify_all()
 
 
-def _finish(choice: Choice, reason: FinishReason, error: str | None) -> None:
+def _finish(choice: Choice, reason: FinishReason, error: str | None, kind: ErrorKind | None) -> None:
     try:
-        choice.finish(reason, error)
+        choice.finish(reason, error, kind)
     except BaseException as failure:  # of the tokenizer, a Rust library
         choice.text = None
-        choice.finish("error", error or one_line(failure))
+        choice.finish("error", error or one_line(failure), kind or "internal")
+
+
+def _kind(error: Exception) -> ErrorKind:
+    """Return whose fault an error of a grammar or a tokenizer is. Grammars raise ArgumentError for the request's."""
+    return "request" if isinstance(error, ArgumentError) else "internal"
 
 
 def _native_sampler() -> TokenSampler:
