@@ -24,6 +24,7 @@ from ortolan.engine import (
     Stream,
     TokenLogprobs,
 )
+from ortolan.engine.text import Detokenizer
 from ortolan.errors import ArgumentError, OrtolanError
 
 from .letters import letters
@@ -304,6 +305,53 @@ def test_a_full_queue_refuses_and_tells_when_to_come_back(model: SmallModel) -> 
         assert len(collect(engine.submit(Request(tokens(9, 5), 4, GREEDY, n=5)))) == 5
         with pytest.raises(ArgumentError, match=r"n is 6, expected at most 5, the engine's max_queue"):
             engine.submit(Request(tokens(9, 5), 4, GREEDY, n=6))
+
+
+def test_a_queue_of_long_prompts_refuses(model: SmallModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ortolan.engine.engine._WAITING_TOKENS", 100)
+    most = 4 * model.blocks * BLOCK_TOKENS
+    gate = Gate(model)
+    with Engine(model, sampler=SmallSampler(), max_sequences=1) as engine:
+        streams = [engine.submit(Request(tokens(0, 5), 1, GREEDY))]
+        gate.wait_for_step()
+        streams += [engine.submit(Request(tokens(1, 256), 1, GREEDY, n=n)) for n in (4, most // 256 - 5)]
+        streams.append(engine.submit(Request(tokens(2, 255), 1, GREEDY)))
+        engine.check_room()
+        with pytest.raises(
+            QueueFullError, match=rf"sequences of {most - 1} tokens wait, and at most {most} tokens may"
+        ):
+            engine.submit(Request(tokens(3, 2), 1, GREEDY))
+        with pytest.raises(QueueFullError, match=r"tokens may"):
+            engine.check_room(2)
+        streams.append(engine.submit(Request(tokens(3, 1), 1, GREEDY)))
+        with pytest.raises(QueueFullError, match=r"tokens may"):
+            engine.check_room()
+        gate.open()
+        assert all(collect(stream)[0][-1].finish_reason == "length" for stream in streams)
+        engine.check_room()
+        check_idle(engine)
+    assert engine._scheduler.waiting.tokens == 0
+
+
+def test_what_waits_shares_its_prompt_and_has_no_detokenizer(
+    model: SmallModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    monkeypatch.setattr("ortolan.engine.engine.Detokenizer", lambda *_: made.append(0) or Detokenizer(*_))
+    gate = Gate(model)
+    with Engine(model, sampler=SmallSampler(), tokenizer=letters(), max_sequences=1) as engine:
+        first = engine.submit(Request(tokens(0, 5), 1, GREEDY))
+        gate.wait_for_step()
+        waiting = engine.submit(Request(tokens(1, 300), 3, GREEDY, n=8))
+        assert len({id(choice.tokens) for choice in waiting.choices}) == 1 and not made
+        cancelled = engine.submit(Request(tokens(2, 300), 3, GREEDY, n=8))
+        cancelled.cancel()
+        gate.open()
+        assert collect(first) and collect(cancelled)
+        for outputs in collect(waiting).values():
+            assert answer_tokens(outputs) == answer(waiting.request)
+            assert "".join(output.text for output in outputs) == letters().decode(answer_tokens(outputs))
+        assert len({id(choice.tokens) for choice in waiting.choices}) == 8 and len(made) == 9
 
 
 def test_an_error_of_the_model_ends_the_requests_of_the_step(engine: Engine, model: SmallModel) -> None:
