@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import signal
+import socket
 import threading
 import time
 
@@ -366,6 +367,23 @@ def test_a_client_that_leaves_a_stream():
             wait_for(lambda: application.drain.active == 0)
         wait_for(lambda: application.engine.stats().running_sequences == 0)
         assert application.engine.stats().finished["cancelled"] == 1
+
+
+def test_a_client_that_stops_reading_loses_its_place():
+    """The socket stays open, but the answer ends and the request counts no more."""
+    limits = Limits(send_seconds=0.2)
+    body = json.dumps({"prompt": "abc" * 40, "stream": True, "n": 32, "logprobs": 5, "max_tokens": 1900}).encode()
+    head = f"POST {COMPLETE} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with (
+        scripted_application(limits=limits, blocks=4096) as application,
+        running(application) as server,
+        socket.socket() as client,
+    ):
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+        client.sendall(head + body)
+        wait_for(lambda: application.engine.stats().finished["cancelled"] > 0)
+        wait_for(lambda: not application.engine.stats().running_sequences and not application.drain.active)
 
 
 def test_a_stream_without_events_is_kept_open():

@@ -157,7 +157,7 @@ async def respond(
 
     if options.stream:
         events = _streamed(answers, choices, head, options.include_usage, first, settings.keep_alive_seconds)
-        return EventStream(events, forget)
+        return EventStream(events, forget, settings.limits.send_seconds)
     try:
         found = await unless_gone(request, _whole(answers, choices, head))
     finally:
