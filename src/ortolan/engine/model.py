@@ -11,7 +11,7 @@ import numpy as np
 from ortolan.graph_passes.files.model_file import model_in
 from ortolan.graph_passes.find.head import LOGITS
 from ortolan.graph_passes.names import CONTEXT_KEY, SERVING_KEY
-from ortolan.graph_passes.serve.form import POOL
+from ortolan.graph_passes.serve.form import POOL, check_form_version
 
 from ..errors import ArgumentError, ModelError
 from ..session import create_session, new_options
@@ -50,7 +50,7 @@ class PagedModel:
                 the context of 64 sequences.
 
         Raises:
-            ModelError: The session has not the form for serving.
+            ModelError: The session has not the form for serving, or another version of it.
             ArgumentError: `context` exceeds the model's limit, or `cache_bytes` is too small for one sequence.
         """
         metadata = session.get_modelmeta().custom_metadata_map
@@ -60,6 +60,7 @@ class PagedModel:
                 f"the model has inputs {inputs}, expected the form for serving; make it with "
                 "optimize_onnx(model, output, serve=True) or `ortolan import --serve`"
             )
+        check_form_version(metadata[SERVING_KEY])
         shapes = {value.name: value.shape[1:] for value in session.get_inputs() if value.name.startswith(POOL)}
         vocabulary: list[int] = next((out.shape[-1:] for out in session.get_outputs() if out.name == LOGITS), [])
         said = metadata.get(CONTEXT_KEY, "1")

@@ -20,9 +20,11 @@ class Sequence:
     """The tokens of one choice of a request, and how many of them the pools hold.
 
     Attributes:
-        tokens: Prompt and answer. An array, because the garbage collector would visit each element of a list.
+        tokens: Prompt and answer. An array, because the garbage collector would visit each element of a list. Until a
+            sequence runs, the choices of a request share one.
         priority: The priority of the request.
         client: The client of the request.
+        user: The client's user.
         computed: The number of tokens whose keys and values are stored.
         blocks: The number of blocks in the sequence's row of the block table.
         slot: The sequence's row of the block table; -1: none.
@@ -44,12 +46,15 @@ class Sequence:
         "state",
         "ticket",
         "tokens",
+        "user",
     )
 
-    def __init__(self, prompt: tuple[int, ...], priority: int = 0, client: str = "") -> None:
-        self.tokens = array("q", prompt)
+    def __init__(
+        self, prompt: tuple[int, ...] | array[int], priority: int = 0, client: str = "", user: str = ""
+    ) -> None:
+        self.tokens = prompt if isinstance(prompt, array) else array("q", prompt)
         self.priority = priority
-        self.client = client
+        self.client, self.user = client, user
         self.state = State.WAITING
         self.computed = 0
         self.blocks = 0
