@@ -104,7 +104,8 @@ def _python_box(module: str) -> str | None:
         return parts[2] if len(parts) > 2 and parts[2] in PYTHON else None
     if parts[0] != "ortolan" or parts[1:2] == ["_native"]:
         return None
-    return parts[1] if len(parts) > 1 and parts[1] in ("train", "models", "benchmarks", "engine", "server") else "src/ortolan"
+    own = ("train", "models", "benchmarks", "engine", "server")
+    return parts[1] if len(parts) > 1 and parts[1] in own else "src/ortolan"
 
 
 def _imports(path: Path, module: str) -> Iterator[str]:
