@@ -216,6 +216,14 @@ def test_a_malformed_form_is_refused(tmp_path: Path) -> None:
         PagedModel.open(tmp_path / "bad.onnx")
 
 
+def test_the_default_cache_is_a_quarter_of_the_memory(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = open_model(files[1], blocks=3).block_bytes
+    monkeypatch.setattr("ortolan.engine.model.usable_memory", lambda: 4 * 5 * block + 3)
+    assert PagedModel.open(files[1]).blocks == 5
+
+
 def test_limits_of_context_and_cache(files: tuple[Path, Path]) -> None:
     model = open_model(files[1], blocks=3)
     assert model.context <= 48 and model.blocks == 3
