@@ -1,6 +1,7 @@
 """Load test of `ortolan serve`: chats that arrive at random, at a multiple of the server's capacity.
 
-python -m ortolan.benchmarks.chat_load FOLDER [--load 2] [--seconds 1800] [--threads 2] [--max-queue 128] [--json]
+python -m ortolan.benchmarks.chat_load FOLDER [--load 2] [--seconds 1800] [--threads 2] [--max-queue 128]
+    [--cache-memory 512M] [--json]
 
 Starts the server on a free port of the loopback interface. First measures its capacity: answers a second to clients
 that wait for their answers. Then chats arrive as a Poisson process, at `--load` times the capacity, with prompts of 100
@@ -222,9 +223,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=1800.0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-queue", type=int, default=128)
+    parser.add_argument(
+        "--cache-memory", default="512M", help="of the server: it fills, and memory is flat from then on"
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(argv)
     options = ["--threads", str(arguments.threads), "--max-queue", str(arguments.max_queue)]
+    options += ["--cache-memory", arguments.cache_memory]
     before, load = Load(), Load()
     with running_server(arguments.folder, options) as (process, address):
         capacity = asyncio.run(measure_capacity(address, before))
