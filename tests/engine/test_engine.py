@@ -24,6 +24,7 @@ from ortolan.engine import (
     Stream,
     TokenLogprobs,
 )
+from ortolan.engine.text import Detokenizer
 from ortolan.errors import ArgumentError, OrtolanError
 
 from .letters import letters
@@ -207,13 +208,43 @@ def test_a_grammar_allows_tokens_and_ends_answers(engine: Engine) -> None:
     assert request.grammar is not None and not request.grammar.finished
 
 
-@pytest.mark.parametrize(("grammar", "error"), [(NoMask(), "is not a digit"), (BadMask(), "no mask today")])
-def test_an_error_of_a_grammar_ends_its_request_alone(engine: Engine, grammar: Digits, error: str) -> None:
+class TooComplex(Digits):
+    def mask(self) -> NDArray[np.uint32] | None:
+        raise ArgumentError("the grammar is too complex")
+
+    def copy(self) -> TooComplex:
+        return TooComplex(self.seen)
+
+
+class NoToken(Digits):
+    def mask(self) -> NDArray[np.uint32] | None:
+        return np.zeros(-(-VOCABULARY // 32), np.uint32)
+
+    def copy(self) -> NoToken:
+        return NoToken(self.seen)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "error", "kind"),
+    [
+        (NoMask(), "is not a digit", "internal"),
+        (BadMask(), "no mask today", "internal"),
+        (TooComplex(), "the grammar is too complex", "request"),
+    ],
+)
+def test_an_error_of_a_grammar_ends_its_request_alone(engine: Engine, grammar: Digits, error: str, kind: str) -> None:
     other = engine.submit(fine := Request(tokens(1, 300), 20, GREEDY))
     outputs = collect(engine.submit(Request(tokens(0, 20), 50, SamplingOptions(seed=1), grammar=grammar)))[0]
     assert outputs[-1].finish_reason == "error" and error in str(outputs[-1].error)
+    assert outputs[-1].error_kind == kind and outputs[0].error_kind == (kind if len(outputs) == 1 else None)
     assert answer_tokens(collect(other)[0]) == answer(fine)
     check_idle(engine)
+
+
+def test_a_grammar_without_tokens_is_an_error_of_the_request(model: SmallModel) -> None:
+    with Engine(model) as engine:
+        (output,) = engine.submit(Request(tokens(0, 20), 50, GREEDY, grammar=NoToken()))
+    assert (output.error, output.error_kind) == ("the grammar excludes every token", "request")
 
 
 def test_a_grammar_that_fails_leaves_other_rows_their_logits(engine: Engine, model: SmallModel) -> None:
@@ -274,6 +305,53 @@ def test_a_full_queue_refuses_and_tells_when_to_come_back(model: SmallModel) -> 
         assert len(collect(engine.submit(Request(tokens(9, 5), 4, GREEDY, n=5)))) == 5
         with pytest.raises(ArgumentError, match=r"n is 6, expected at most 5, the engine's max_queue"):
             engine.submit(Request(tokens(9, 5), 4, GREEDY, n=6))
+
+
+def test_a_queue_of_long_prompts_refuses(model: SmallModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ortolan.engine.engine._WAITING_TOKENS", 100)
+    most = 4 * model.blocks * BLOCK_TOKENS
+    gate = Gate(model)
+    with Engine(model, sampler=SmallSampler(), max_sequences=1) as engine:
+        streams = [engine.submit(Request(tokens(0, 5), 1, GREEDY))]
+        gate.wait_for_step()
+        streams += [engine.submit(Request(tokens(1, 256), 1, GREEDY, n=n)) for n in (4, most // 256 - 5)]
+        streams.append(engine.submit(Request(tokens(2, 255), 1, GREEDY)))
+        engine.check_room()
+        with pytest.raises(
+            QueueFullError, match=rf"sequences of {most - 1} tokens wait, and at most {most} tokens may"
+        ):
+            engine.submit(Request(tokens(3, 2), 1, GREEDY))
+        with pytest.raises(QueueFullError, match=r"tokens may"):
+            engine.check_room(2)
+        streams.append(engine.submit(Request(tokens(3, 1), 1, GREEDY)))
+        with pytest.raises(QueueFullError, match=r"tokens may"):
+            engine.check_room()
+        gate.open()
+        assert all(collect(stream)[0][-1].finish_reason == "length" for stream in streams)
+        engine.check_room()
+        check_idle(engine)
+    assert engine._scheduler.waiting.tokens == 0
+
+
+def test_what_waits_shares_its_prompt_and_has_no_detokenizer(
+    model: SmallModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    monkeypatch.setattr("ortolan.engine.engine.Detokenizer", lambda *_: made.append(0) or Detokenizer(*_))
+    gate = Gate(model)
+    with Engine(model, sampler=SmallSampler(), tokenizer=letters(), max_sequences=1) as engine:
+        first = engine.submit(Request(tokens(0, 5), 1, GREEDY))
+        gate.wait_for_step()
+        waiting = engine.submit(Request(tokens(1, 300), 3, GREEDY, n=8))
+        assert len({id(choice.tokens) for choice in waiting.choices}) == 1 and not made
+        cancelled = engine.submit(Request(tokens(2, 300), 3, GREEDY, n=8))
+        cancelled.cancel()
+        gate.open()
+        assert collect(first) and collect(cancelled)
+        for outputs in collect(waiting).values():
+            assert answer_tokens(outputs) == answer(waiting.request)
+            assert "".join(output.text for output in outputs) == letters().decode(answer_tokens(outputs))
+        assert len({id(choice.tokens) for choice in waiting.choices}) == 8 and len(made) == 9
 
 
 def test_an_error_of_the_model_ends_the_requests_of_the_step(engine: Engine, model: SmallModel) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import signal
+import socket
 import threading
 import time
 
@@ -18,7 +19,8 @@ openai = pytest.importorskip("openai")
 
 from starlette.testclient import TestClient  # noqa: E402
 
-from ortolan.errors import ArgumentError  # noqa: E402
+from ortolan.errors import ArgumentError, OrtolanError  # noqa: E402
+from ortolan.server.errors import FAILED  # noqa: E402
 from ortolan.server.settings import Limits  # noqa: E402
 
 from .scripted import events, running, scripted_application, wait_for  # noqa: E402
@@ -229,6 +231,23 @@ def test_a_model_that_fails():
         assert client.post(CHAT, json=chat()).json()["choices"][0]["message"]["content"] == "Hi"
 
 
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (ArgumentError("too complex"), 400, "too complex; simplify the schema"),
+        (OrtolanError("the grammar fails"), 500, FAILED),
+    ],
+)
+def test_grammars_that_fail(monkeypatch, error, status, message):
+    def fail(_):
+        raise error
+
+    with scripted_application() as application, TestClient(application.asgi) as client:
+        monkeypatch.setattr("ortolan.engine.grammar.TokenGrammar.mask", fail)
+        answer = client.post(CHAT, json=chat(response_format={"type": "json_object"}))
+        assert answer.status_code == status and answer.json()["error"]["message"] == message
+
+
 def test_a_server_that_fails(monkeypatch):
     def fail(*_):
         raise ValueError("secret")
@@ -348,6 +367,23 @@ def test_a_client_that_leaves_a_stream():
             wait_for(lambda: application.drain.active == 0)
         wait_for(lambda: application.engine.stats().running_sequences == 0)
         assert application.engine.stats().finished["cancelled"] == 1
+
+
+def test_a_client_that_stops_reading_loses_its_place():
+    """The socket stays open, but the answer ends and the request counts no more."""
+    limits = Limits(send_seconds=0.2)
+    body = json.dumps({"prompt": "abc" * 40, "stream": True, "n": 32, "logprobs": 5, "max_tokens": 1900}).encode()
+    head = f"POST {COMPLETE} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with (
+        scripted_application(limits=limits, blocks=4096) as application,
+        running(application) as server,
+        socket.socket() as client,
+    ):
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+        client.sendall(head + body)
+        wait_for(lambda: application.engine.stats().finished["cancelled"] > 0)
+        wait_for(lambda: not application.engine.stats().running_sequences and not application.drain.active)
 
 
 def test_a_stream_without_events_is_kept_open():

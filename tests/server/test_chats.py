@@ -206,6 +206,7 @@ def test_structured_answers(client, stream):
     person = json.loads(text)
     assert person["name"] in ("Ada", "Bob")
     assert 10 <= person["age"] <= 99
+    assert text == json.dumps(person)  # the spaces of TokenGrammar.from_json_schema
 
 
 def test_a_json_object(http):

@@ -1,5 +1,8 @@
 """Continuous batching: serve many requests at once from one decoder with a paged KV cache."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .engine import Engine
 from .requests import (
     EngineClosedError,
@@ -15,11 +18,17 @@ from .stats import HistogramData, Stats
 from .step import BLOCK_TOKENS, Model, Step
 from .stream import Stream
 
+if TYPE_CHECKING:
+    from .grammar import GrammarTokenizer, TokenGrammar
+
+_LAZY = {"GrammarTokenizer": ".grammar", "TokenGrammar": ".grammar"}  # few programs need them
+
 __all__ = [
     "BLOCK_TOKENS",
     "Engine",
     "EngineClosedError",
     "Grammar",
+    "GrammarTokenizer",
     "HistogramData",
     "Model",
     "Output",
@@ -31,6 +40,13 @@ __all__ = [
     "Stats",
     "Step",
     "Stream",
+    "TokenGrammar",
     "TokenLogprobs",
     "TokenSampler",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name], __name__), name)

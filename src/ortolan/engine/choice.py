@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 
-from .requests import FinishReason, Grammar, Output, Request, TokenLogprobs
+from .requests import ErrorKind, FinishReason, Grammar, Output, Request, TokenLogprobs
 from .rows import RowState, Sampled
 from .sequence import Sequence
 from .text import TextStream
@@ -15,31 +16,34 @@ class Choice(Sequence):
 
     Attributes:
         emit: Where events go.
+        make_text: Makes `text` at the first token, because most of a long queue would only keep it in memory.
         row: What the sampler sees.
-        text: The text of the answer; None without a tokenizer.
+        text: The text of the answer; None without a tokenizer and before the first token.
         grammar: The state of structured output.
         most_tokens: The answer ends when it has this many tokens.
         submitted: The time of `submit`, in seconds of time.monotonic().
         last_token: The time of the last token; 0 before the first one.
     """
 
-    __slots__ = ("emit", "end_tokens", "grammar", "last_token", "most_tokens", "row", "submitted", "text")
+    __slots__ = ("emit", "end_tokens", "grammar", "last_token", "make_text", "most_tokens", "row", "submitted", "text")
 
     def __init__(
         self,
         request: Request,
+        prompt: array[int],
         index: int,
         seed: int,
         *,
         context: int,
-        text: TextStream | None,
+        make_text: Callable[[], TextStream] | None,
         submitted: float,
         emit: Callable[[Output], None],
     ) -> None:
-        super().__init__(request.prompt, request.priority, request.client)
+        super().__init__(prompt, request.priority, request.client)
         self.emit = emit
         self.row = RowState(request.sampling, request.prompt, [], index, seed)
-        self.text = text
+        self.text: TextStream | None = None
+        self.make_text = make_text
         self.grammar: Grammar | None = None if request.grammar is None else request.grammar.copy()
         self.end_tokens = request.end_tokens
         self.most_tokens = min(request.max_tokens, context - len(request.prompt))
@@ -52,6 +56,8 @@ class Choice(Sequence):
         row = self.row
         answer = row.answer
         answer.append(token)
+        if self.make_text is not None:
+            self.text, self.make_text = self.make_text(), None
         self.tokens.append(token)
         reason: FinishReason | None = None
         text = ""
@@ -75,12 +81,12 @@ class Choice(Sequence):
         logprobs = None
         if sampled.logprob is not None:
             logprobs = (TokenLogprobs(token, sampled.logprob, sampled.top),)
-        self._put((token,), text, logprobs, reason, None)
+        self._put((token,), text, logprobs, reason)
         return reason
 
-    def finish(self, reason: FinishReason, error: str | None = None) -> None:
+    def finish(self, reason: FinishReason, error: str | None = None, kind: ErrorKind | None = None) -> None:
         """Emit the last event, with the text that was held back."""
-        self._put((), "" if self.text is None else self.text.end(), None, reason, error)
+        self._put((), "" if self.text is None else self.text.end(), None, reason, error, kind)
 
     def _put(
         self,
@@ -88,11 +94,12 @@ class Choice(Sequence):
         text: str,
         logprobs: tuple[TokenLogprobs, ...] | None,
         reason: FinishReason | None,
-        error: str | None,
+        error: str | None = None,
+        kind: ErrorKind | None = None,
     ) -> None:
         row = self.row
         self.emit(
             Output(
-                row.index, tokens, text, logprobs, reason, error, self.cached, len(row.prompt), len(row.answer)
+                row.index, tokens, text, logprobs, reason, error, kind, self.cached, len(row.prompt), len(row.answer)
             )
         )  # fmt: skip

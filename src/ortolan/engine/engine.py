@@ -6,7 +6,10 @@ import heapq
 import logging
 import random
 import time
+from array import array
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from itertools import count
 from threading import Condition, Thread, current_thread
 from types import TracebackType
@@ -17,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..errors import ArgumentError, OrtolanError, one_line
 from .choice import Choice
-from .requests import EngineClosedError, FinishReason, QueueFullError, Request
+from .requests import EngineClosedError, ErrorKind, FinishReason, QueueFullError, Request
 from .rows import Sampled, TokenSampler
 from .scheduler import Plan, Scheduler
 from .sequence import State
@@ -31,6 +34,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _NO_TOKENS: frozenset[int] = frozenset()
+# Prompts that wait may have this many times the tokens of the pools, or this many tokens if that is more. A waiting
+# token takes some 40 bytes, and its keys and values take thousands, so that the queue stays small next to the pools.
+_WAITING_POOLS = 4
+_WAITING_TOKENS = 1 << 20
 
 
 class Engine:
@@ -63,7 +70,8 @@ class Engine:
             max_step_tokens: The most tokens of a call of the model. Lower: shorter pauses between the tokens of an
                 answer while prompts of others are computed. Higher: more tokens of prompts a second.
             max_sequences: The most sequences that run at the same time.
-            max_queue: The most sequences that wait.
+            max_queue: The most sequences that wait. Their prompts, counted once for each choice, may have four times
+                the tokens that the pools hold, or 2**20 tokens if that is more.
 
         Raises:
             ArgumentError: A number is out of range.
@@ -78,12 +86,13 @@ class Engine:
         self._special = _NO_TOKENS if tokenizer is None else special_tokens(tokenizer)
         self._limits = (max_step_tokens, max_sequences)
         self._max_queue = max_queue
+        self._most_waiting = max(_WAITING_POOLS * model.blocks * BLOCK_TOKENS, _WAITING_TOKENS)
         self._counters = Counters()
         self._finish_times: deque[float] = deque(maxlen=33)
         # Under the condition: what other threads hand to the engine's.
         self._condition = Condition()
         self._inbox: list[Stream] = []
-        self._inbox_choices = 0
+        self._inbox_choices = self._inbox_tokens = 0
         self._cancelled: list[Stream] = []
         self._closing = self._stopping = False
         # Of the engine's thread:
@@ -101,7 +110,7 @@ class Engine:
 
         Raises:
             ArgumentError: The request does not fit the model.
-            QueueFullError: Too many sequences wait.
+            QueueFullError: Too many sequences or tokens wait.
             EngineClosedError: The engine is closed.
         """
         self._check(request)
@@ -109,22 +118,26 @@ class Engine:
         seed = request.sampling.seed
         seed = random.getrandbits(64) if seed is None else seed % 2**64
         now = time.monotonic()
+        prompt, make_text = array("q", request.prompt), self._text_maker(request)
+        tokens = request.n * len(prompt)
         stream.choices = tuple(
             Choice(
                 request,
+                prompt,
                 index,
                 seed,
                 context=self.context,
-                text=self._text_stream(request),
+                make_text=make_text,
                 submitted=now,
                 emit=stream.put,
             )
             for index in range(request.n)
         )
         with self._condition:
-            self._require_room(request.n)
+            self._require_room(request.n, tokens)
             self._inbox.append(stream)
             self._inbox_choices += request.n
+            self._inbox_tokens += tokens
             self._condition.notify_all()
         return stream
 
@@ -135,11 +148,11 @@ class Engine:
             sequences: The number of the request's choices.
 
         Raises:
-            QueueFullError: Too many sequences wait.
+            QueueFullError: Too many sequences or tokens wait.
             EngineClosedError: The engine is closed.
         """
         with self._condition:
-            self._require_room(sequences)
+            self._require_room(sequences, sequences)  # each has at least one token
 
     def stats(self) -> Stats:
         """Return counters and histograms. Any thread may call this; numbers may be of one step more or less."""
@@ -210,25 +223,27 @@ class Engine:
         if request.stop and self.tokenizer is None:
             raise ArgumentError("stop needs a tokenizer: pass one to Engine, or use end_tokens")
 
-    def _require_room(self, sequences: int) -> None:
+    def _require_room(self, sequences: int, tokens: int) -> None:
         if self._closing:
             raise EngineClosedError("the engine is closed and takes no more requests")
-        queued = self._queued()
-        # An empty queue refuses no request: to wait would not help.
-        if queued and queued + sequences > self._max_queue:
-            self._counters.rejected += 1
-            seconds = self._retry_after(queued)
-            raise QueueFullError(
-                f"the queue is full: {queued} sequences wait, and at most {self._max_queue} may; "
-                f"try again in {seconds:.0f} seconds",
-                seconds,
-            )
+        queued, waiting = self._queued(), self._scheduler.waiting.tokens + self._inbox_tokens
+        if not queued:  # an empty queue refuses no request: to wait would not help
+            return
+        if queued + sequences > self._max_queue:
+            full = f"{queued} sequences wait, and at most {self._max_queue} may"
+        elif waiting + tokens > self._most_waiting:
+            full = f"sequences of {waiting} tokens wait, and at most {self._most_waiting} tokens may"
+        else:
+            return
+        self._counters.rejected += 1
+        seconds = self._retry_after(queued)
+        raise QueueFullError(f"the queue is full: {full}; try again in {seconds:.0f} seconds", seconds)
 
-    def _text_stream(self, request: Request) -> TextStream | None:
+    def _text_maker(self, request: Request) -> Callable[[], TextStream] | None:
         if self.tokenizer is None:
             return None
         special = self._special if request.skip_special_tokens else _NO_TOKENS
-        return TextStream(Detokenizer(self.tokenizer, request.prompt, special), request.stop)
+        return partial(_text_stream, self.tokenizer, request, special)
 
     def _queued(self) -> int:
         return len(self._scheduler.waiting) + self._inbox_choices
@@ -272,7 +287,7 @@ class Engine:
                     self._scheduler.add(choice)
                     if stream.request.deadline is not None:
                         heapq.heappush(self._deadlines, (stream.request.deadline, next(self._deadline_order), choice))
-            self._inbox_choices = 0
+            self._inbox_choices = self._inbox_tokens = 0
             stopping = self._stopping
         for stream in cancelled:
             for choice in stream.choices:
@@ -293,7 +308,7 @@ class Engine:
         except Exception as error:
             _log.exception("the model failed; the %d sequences of the step end with an error", len(plan.counts))
             for sequence in list(plan.counts):  # ending one removes it
-                self._end(cast(Choice, sequence), "error", f"the model failed: {one_line(error)}")
+                self._end(cast(Choice, sequence), "error", f"the model failed: {one_line(error)}", "internal")
             return
         self._scheduler.complete(plan)
         counters = self._counters
@@ -318,13 +333,13 @@ class Engine:
 
     def _sample(self, plan: Plan, logits: NDArray[np.float32]) -> None:
         choices = cast("list[Choice]", plan.rows)
-        failed: dict[Choice, Exception] = {}
+        failed: dict[Choice, tuple[Exception, ErrorKind]] = {}
         for choice in choices:
             if choice.grammar is not None:
                 try:
                     choice.row.mask = choice.grammar.mask()
                 except Exception as error:
-                    failed[choice] = error
+                    failed[choice] = error, _kind(error)
         if failed:
             logits = logits[[choice not in failed for choice in choices]]
             choices = [choice for choice in choices if choice not in failed]
@@ -335,14 +350,15 @@ class Engine:
         now = time.monotonic()
         for choice, sampled in zip(choices, drawn, strict=True):
             if isinstance(sampled, Exception):
-                failed[choice] = sampled
+                mask = choice.row.mask
+                failed[choice] = sampled, "internal" if mask is None or mask.any() else "request"
                 continue
             try:
                 self._append(choice, sampled, now)
             except Exception as error:  # of a grammar or a tokenizer
-                failed[choice] = error
-        for choice, reason in failed.items():
-            self._end(choice, "error", one_line(reason))
+                failed[choice] = error, _kind(error)
+        for choice, (reason, kind) in failed.items():
+            self._end(choice, "error", one_line(reason), kind)
 
     def _sample_one(self, logits: NDArray[np.float32], choice: Choice) -> Sampled | Exception:
         try:
@@ -363,12 +379,14 @@ class Engine:
         if reason is not None:
             self._forget(choice, reason)
 
-    def _end(self, choice: Choice, reason: FinishReason, error: str | None = None) -> None:
+    def _end(
+        self, choice: Choice, reason: FinishReason, error: str | None = None, kind: ErrorKind | None = None
+    ) -> None:
         """End an answer before its time. Nothing happens if it has ended."""
         if choice.state is State.ENDED:
             return
         self._forget(choice, reason)
-        _finish(choice, reason, error)
+        _finish(choice, reason, error, kind)
 
     def _forget(self, choice: Choice, reason: FinishReason) -> None:
         self._scheduler.end(choice)
@@ -386,7 +404,7 @@ class Engine:
         for choice in self._active:
             choice.state = State.ENDED
             self._counters.finished["error"] += 1
-            _finish(choice, "error", error)
+            _finish(choice, "error", error, "internal")
         with self._condition:
             self._active.clear()
             self._deadlines.clear()
@@ -394,12 +412,21 @@ class Engine:
             self._condition.notify_all()
 
 
-def _finish(choice: Choice, reason: FinishReason, error: str | None) -> None:
+def _finish(choice: Choice, reason: FinishReason, error: str | None, kind: ErrorKind | None) -> None:
     try:
-        choice.finish(reason, error)
+        choice.finish(reason, error, kind)
     except BaseException as failure:  # of the tokenizer, a Rust library
         choice.text = None
-        choice.finish("error", error or one_line(failure))
+        choice.finish("error", error or one_line(failure), kind or "internal")
+
+
+def _kind(error: Exception) -> ErrorKind:
+    """Return whose fault an error of a grammar or a tokenizer is. Grammars raise ArgumentError for the request's."""
+    return "request" if isinstance(error, ArgumentError) else "internal"
+
+
+def _text_stream(tokenizer: Tokenizer, request: Request, special: frozenset[int]) -> TextStream:
+    return TextStream(Detokenizer(tokenizer, request.prompt, special), request.stop)
 
 
 def _native_sampler() -> TokenSampler:

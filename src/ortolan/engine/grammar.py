@@ -1,4 +1,4 @@
-"""Structured output: answers that match a JSON schema, a regular expression or a grammar, by llguidance.
+"""Structured output: answers that match a JSON schema or a grammar, by llguidance.
 
 A grammar may come from an untrusted client. It is first compiled in a process with limits (`grammar_check.py`), and the
 work and memory of each later step are bounded.
@@ -36,10 +36,27 @@ _LIMITS = {
     "max_lexer_states": 20_000,  # 1 to 2 kB each
     "max_grammar_size": 200_000,
 }
-# Whitespace between JSON tokens. Without a bound, small models may write spaces until max_tokens.
-_JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,64}", "lenient": False}
+# JSON as Python's json.dumps writes it, which models were trained on. With free whitespace, small models may write
+# spaces until max_tokens.
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _CACHED_GRAMMARS = 32
 _MOST_MESSAGE = 300  # characters
+
+
+def json_expression(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
+    """Return the JSON values of a schema as an expression of a Lark grammar, written as by `json.dumps`.
+
+    Args:
+        schema: The schema.
+        lenient: Ignore keywords that cannot be enforced. By default, they are errors when the grammar is compiled.
+
+    Raises:
+        ArgumentError: The schema is not JSON.
+    """
+    try:
+        return "%json " + json.dumps({**schema, "x-guidance": {**_COMPACT, "lenient": lenient}}, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ArgumentError(f"the JSON schema is not JSON: {one_line(error)}") from error
 
 
 class GrammarTokenizer:
@@ -83,7 +100,7 @@ class GrammarTokenizer:
         """Return the initial state of a grammar, which belongs to the caller.
 
         Args:
-            grammar: llguidance's form: a Lark grammar or its JSON.
+            grammar: A grammar in llguidance's variant of Lark.
             name: What the grammar is called in errors.
 
         Raises:
@@ -123,7 +140,7 @@ class TokenGrammar:
 
     @classmethod
     def from_json_schema(cls, schema: str | bool | Mapping[str, Any], tokenizer: GrammarTokenizer) -> TokenGrammar:
-        """Return a grammar of the JSON values that match a schema.
+        """Return a grammar of the JSON values that match a schema, written as by `json.dumps`: `{"a": [1, 2]}`.
 
         Properties have the order of the schema. Keywords that cannot be enforced are errors, not ignored.
 
@@ -144,37 +161,9 @@ class TokenGrammar:
             raise ArgumentError("the JSON schema is false, which no value matches")
         if schema is not True and not isinstance(schema, Mapping):
             raise wrong_type("the JSON schema", schema, "an object or a boolean")
-        try:
-            text = json.dumps({} if schema is True else dict(schema), allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ArgumentError(f"the JSON schema is not JSON: {one_line(error)}") from error
-        _check_size("the JSON schema", text)
-        matcher = _import_llguidance().LLMatcher
-        try:
-            grammar = matcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
-        except ValueError as error:  # nested too deeply, or a lone surrogate
-            raise ArgumentError(f"the JSON schema: {one_line(error)}") from error
+        grammar = f"start: {json_expression({} if schema is True else schema)}"
+        _check_size("the JSON schema", grammar)
         return cls._compile(grammar, "the JSON schema", tokenizer)
-
-    @classmethod
-    def from_json_object(cls, tokenizer: GrammarTokenizer) -> TokenGrammar:
-        """Return a grammar of all JSON objects."""
-        return cls.from_json_schema({"type": "object"}, tokenizer)
-
-    @classmethod
-    def from_regex(cls, pattern: str, tokenizer: GrammarTokenizer) -> TokenGrammar:
-        """Return a grammar of the texts that a regular expression matches as a whole.
-
-        Args:
-            pattern: In the syntax of Rust's `regex`, without look-around.
-            tokenizer: The model's tokenizer.
-
-        Raises:
-            ArgumentError: The expression is not valid or too large.
-        """
-        _check_text("the regular expression", pattern)
-        matcher = _import_llguidance().LLMatcher
-        return cls._compile(matcher.grammar_from_regex(pattern), "the regular expression", tokenizer)
 
     @classmethod
     def from_lark(cls, grammar: str, tokenizer: GrammarTokenizer) -> TokenGrammar:

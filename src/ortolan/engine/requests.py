@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ..errors import ArgumentError, OrtolanError, wrong_type
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
+ErrorKind = Literal["request", "internal"]
 
 
 class QueueFullError(OrtolanError):
@@ -40,11 +41,19 @@ class Grammar(Protocol):
         ...
 
     def mask(self) -> NDArray[np.uint32] | None:
-        """Return the allowed tokens, uint32 [ceil(vocabulary / 32)], token t in bit t % 32; None: all tokens."""
+        """Return the allowed tokens, uint32 [ceil(vocabulary / 32)], token t in bit t % 32; None: all tokens.
+
+        Raises:
+            ArgumentError: The grammar is too complex. Only this error counts as the request's fault.
+        """
         ...
 
     def advance(self, token: int) -> None:
-        """Change to the state after a token."""
+        """Change to the state after a token.
+
+        Raises:
+            ArgumentError: As for `mask`.
+        """
         ...
 
     def copy(self) -> Grammar:
@@ -182,6 +191,8 @@ class Output:
         finish_reason: None: more follows. "stop": an end token, a stop string or the end of the grammar. "length":
             `max_tokens` or the model's context.
         error: What went wrong, with the reason "error".
+        error_kind: With the reason "error". "request": the request's grammar is too complex or allows no token, and the
+            same request would fail again. "internal": the model, the sampler or the engine failed.
         cached_tokens: Tokens of the prompt that came from the prefix cache. Choices after the first find there what the
             first one computed.
         prompt_tokens: Tokens of the prompt.
@@ -194,6 +205,7 @@ class Output:
     logprobs: tuple[TokenLogprobs, ...] | None
     finish_reason: FinishReason | None
     error: str | None
+    error_kind: ErrorKind | None
     cached_tokens: int
     prompt_tokens: int
     generated: int

@@ -51,7 +51,7 @@ class NativeSampler:
             results = _native.sample_rows(np.ascontiguousarray(logits), native, masks)
         except ValueError as error:
             raise ArgumentError(str(error)) from error
-        return [_to_sampled(index, result) for index, result in enumerate(results)]
+        return [_to_sampled(result) for result in results]
 
 
 def _native_row(row: RowState) -> _native.SamplingRow:
@@ -79,9 +79,9 @@ def _native_row(row: RowState) -> _native.SamplingRow:
     return native
 
 
-def _to_sampled(index: int, result: int | tuple[int, float, list[int], list[float]] | str) -> Sampled:
+def _to_sampled(result: int | tuple[int, float, list[int], list[float]] | str) -> Sampled:
     if isinstance(result, str):
-        raise OrtolanError(f"row {index}: {result}")
+        raise OrtolanError(result)
     if isinstance(result, int):
         return Sampled(result)
     token, logprob, best, logprobs = result

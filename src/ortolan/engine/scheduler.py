@@ -204,6 +204,7 @@ class Scheduler:
         self.waiting.started(sequence)
         is_new = sequence.ticket < 0
         if is_new:
+            sequence.tokens = sequence.tokens[:]  # it was shared with other choices
             sequence.ticket = self._tickets
             self._tickets += 1
         sequence.state = State.RUNNING

@@ -20,7 +20,8 @@ class Sequence:
     """The tokens of one choice of a request, and how many of them the pools hold.
 
     Attributes:
-        tokens: Prompt and answer. An array, because the garbage collector would visit each element of a list.
+        tokens: Prompt and answer. An array, because the garbage collector would visit each element of a list. Until a
+            sequence runs, the choices of a request share one.
         priority: The priority of the request.
         client: The client of the request.
         computed: The number of tokens whose keys and values are stored.
@@ -46,8 +47,8 @@ class Sequence:
         "tokens",
     )
 
-    def __init__(self, prompt: tuple[int, ...], priority: int = 0, client: str = "") -> None:
-        self.tokens = array("q", prompt)
+    def __init__(self, prompt: tuple[int, ...] | array[int], priority: int = 0, client: str = "") -> None:
+        self.tokens = prompt if isinstance(prompt, array) else array("q", prompt)
         self.priority = priority
         self.client = client
         self.state = State.WAITING

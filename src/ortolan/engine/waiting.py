@@ -24,6 +24,9 @@ class WaitingQueue:
     Lower priorities first; among them sequences that ran before, the oldest first; then the client with the fewest
     running sequences, and among equals the client who waited longest since a sequence of theirs began to run.
     Sequences of one client keep their order.
+
+    Attributes:
+        tokens: The tokens of all waiting sequences together.
     """
 
     def __init__(self) -> None:
@@ -32,7 +35,7 @@ class WaitingQueue:
         self._running: dict[str, int] = {}
         self._served: dict[str, int] = {}  # of clients who wait or run, when they last got a turn
         self._turn = 0
-        self._count = 0
+        self._count = self.tokens = 0
 
     def __len__(self) -> int:
         return self._count
@@ -58,6 +61,7 @@ class WaitingQueue:
             level.clients.setdefault(client, deque()).append(sequence)
         sequence.state = State.WAITING
         self._count += 1
+        self.tokens += len(sequence.tokens)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of the queue, wherever it is."""
@@ -73,6 +77,7 @@ class WaitingQueue:
             if not line:
                 del level.clients[sequence.client]
         self._count -= 1
+        self.tokens -= len(sequence.tokens)
         if not level.preempted and not level.clients:
             del self._levels[sequence.priority]
             self._priorities.remove(sequence.priority)

@@ -75,12 +75,12 @@ def check_end(output: Output) -> None:
     """Raise the error with which an answer ended.
 
     Raises:
-        ApiError: 400 if the grammar was too complex, 500 if the model failed, 503 if the server ended the answer,
-            504 if there was no time for a token.
+        ApiError: 400 if the grammar was too complex or allowed no token, 500 if the model failed, 503 if the server
+            ended the answer, 504 if there was no time for a token.
     """
     if output.finish_reason == "error":
         reason = output.error or ""
-        if reason.startswith("the grammar"):  # the engine's errors have no type, and only these are the client's fault
+        if output.error_kind == "request":
             raise ApiError(400, f"{reason}; simplify the schema", param="response_format")
         log_failure(reason)
         raise ApiError(500, FAILED)
@@ -157,7 +157,7 @@ async def respond(
 
     if options.stream:
         events = _streamed(answers, choices, head, options.include_usage, first, settings.keep_alive_seconds)
-        return EventStream(events, forget)
+        return EventStream(events, forget, settings.limits.send_seconds)
     try:
         found = await unless_gone(request, _whole(answers, choices, head))
     finally:

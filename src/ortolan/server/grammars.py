@@ -7,13 +7,11 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from ..engine.grammar import json_expression
 from .errors import ApiError
 from .reasoning import ThoughtMarkers
 from .tool_calls import HERMES, LLAMA, MISTRAL, TOOL_CALLS
 
-# JSON as Python's json.dumps writes it, which models were trained on. Free whitespace would let a model fill its answer
-# with it.
-_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TEXT = r"/(.|\n)*/"
 _NAMED_TOKEN = re.compile(r"<[^<>\s]+>")
 _LINE = "\n"
@@ -21,7 +19,7 @@ _LINE = "\n"
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
     """Return the rule `body` for a JSON value of a schema, whose keywords must all be supported."""
-    return f"body: {_json(schema, lenient=False)}\n"
+    return f"body: {json_expression(schema)}\n"
 
 
 def calls_grammar(
@@ -55,7 +53,7 @@ def calls_grammar(
     field = "parameters" if family == LLAMA else "arguments"
     # Without strict, keywords that cannot be enforced are ignored, as models without grammars would do.
     lenient = not any(tool.get("strict") is True for tool in tools)
-    call = _json({"anyOf": [_call_schema(tool, field) for tool in tools]}, lenient=lenient)
+    call = json_expression({"anyOf": [_call_schema(tool, field) for tool in tools]}, lenient=lenient)
 
     def repeated(rule: str, separator: str) -> str:
         return f"{rule} ({json.dumps(separator)} {rule})*" if several else rule
@@ -89,10 +87,6 @@ def _call_schema(tool: Mapping[str, Any], field: str) -> dict[str, Any]:
         "required": ["name", field],
         "additionalProperties": False,
     }
-
-
-def _json(schema: Mapping[str, Any], *, lenient: bool) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": {**_COMPACT, "lenient": lenient}})
 
 
 def with_thoughts(body: str, markers: ThoughtMarkers | None, state: str, added_tokens: Collection[str]) -> str:

@@ -27,7 +27,16 @@ async def read_body(request: Request, limits: Limits) -> Fields:
     """Read a JSON object.
 
     Raises:
-        ApiError: 408 if it does not arrive in time, 413 for too many bytes, 400 if it is not a JSON object.
+        ApiError: As for `read_content`, and 400 if it is not a JSON object.
+    """
+    return Fields(parse_object(await read_content(request, limits)))
+
+
+async def read_content(request: Request, limits: Limits) -> bytes:
+    """Read the bytes of a body.
+
+    Raises:
+        ApiError: 408 if it does not arrive in time, 413 for too many bytes.
     """
     content, most = bytearray(), limits.body_bytes
     try:
@@ -40,7 +49,7 @@ async def read_body(request: Request, limits: Limits) -> Fields:
         raise ApiError(408, f"body did not arrive within {limits.body_seconds:g} s") from None
     except ClientDisconnect:
         raise ApiError(GONE, "the client disconnected before the end of its body") from None
-    return Fields(parse_object(bytes(content)))
+    return bytes(content)
 
 
 def client_host(request: Request) -> str:
@@ -89,13 +98,20 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
 
 
 class EventStream(Response):
-    """A stream of server-sent events. If the client disconnects, the generator is closed at once."""
+    """A stream of server-sent events. If the client disconnects or stops reading, the generator is closed."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes], on_end: Callable[[], None]) -> None:
-        """Wrap a generator of events. on_end: called at the end, also if the generator never started."""
+    def __init__(self, events: AsyncGenerator[bytes], on_end: Callable[[], None], send_seconds: float) -> None:
+        """Wrap a generator of events.
+
+        Args:
+            events: The events.
+            on_end: Called at the end, also if the generator never started.
+            send_seconds: The time in which the client must take an event.
+        """
         self.status_code, self.background = 200, None
+        self._send_seconds = send_seconds
         self._events, self._on_end = events, on_end
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
@@ -114,25 +130,29 @@ class EventStream(Response):
             await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
-        except OSError:  # the client disconnected while an event was sent
+        except OSError:  # the client disconnected while an event was sent, or did not take it in time (TimeoutError)
             pass
         finally:
             await _end(sending, gone)
 
     async def _send(self, send: Send) -> None:
+        async def send_body(content: bytes, *, more: bool = True) -> None:
+            async with asyncio.timeout(self._send_seconds):  # uvicorn waits while the client does not read
+                await send({"type": "http.response.body", "body": content, "more_body": more})
+
         async with aclosing(self._events) as events:
             try:
                 async for one in events:
-                    await send({"type": "http.response.body", "body": one, "more_body": True})
+                    await send_body(one)
             except RequestError as error:  # the response has begun, so its status cannot change
-                await send(_last(error))
+                await send_body(_last(error))
             except OSError:
                 raise
             except Exception as error:
                 log_failure("its stream", error)
-                await send(_last(ApiError(500, FAILED)))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await send_body(_last(ApiError(500, FAILED)))
+        await send_body(b"", more=False)
 
 
-def _last(error: RequestError) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": event(error_body(error)) + DONE, "more_body": True}
+def _last(error: RequestError) -> bytes:
+    return event(error_body(error)) + DONE

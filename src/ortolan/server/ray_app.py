@@ -35,7 +35,7 @@ try:
     from starlette.responses import Response
     from starlette.types import Message, Receive, Scope, Send
 
-    from .http import DONE, error_response, event
+    from .http import DONE, error_response, event, read_content
     from .run import ServeOptions, model_name, open_application, prepare_model
 except ImportError as error:
     raise OrtolanError(f"this needs Ray Serve ({error}); install it with: pip install 'ortolan[ray]'") from error
@@ -214,22 +214,21 @@ class Router:
     def __init__(self, servers: DeploymentHandle) -> None:
         """Create a router to replicas of Server."""
         self._servers = servers
-        self._most_bytes = Limits().body_bytes
+        self._limits = Limits()
 
     async def __call__(self, request: Request) -> Response:
         """Answer a request."""
-        content = bytearray()
-        async for chunk in request.stream():
-            content += chunk
-            if len(content) > self._most_bytes:
-                return error_response(ApiError(413, f"body has more than {self._most_bytes} bytes, its limit"))
+        try:
+            content = await read_content(request, self._limits)
+        except ApiError as error:
+            return error_response(error)
         scope = {name: request.scope[name] for name in _SCOPE if name in request.scope}
         # Without the application's route_prefix, because the replica's application knows its own paths.
         scope["path"] = scope["path"].removeprefix(request.scope.get("root_path", "")) or "/"
-        prefix = prefix_key(scope["path"], bytes(content)) if request.method == "POST" else ""
+        prefix = prefix_key(scope["path"], content) if request.method == "POST" else ""
         handle = self._servers.options(stream=True, multiplexed_model_id=prefix)
         for _ in range(_ATTEMPTS):
-            messages = handle.answer.remote(scope, bytes(content))
+            messages = handle.answer.remote(scope, content)
             try:
                 return _Relayed(await anext(messages), messages)
             except BackPressureError:

@@ -13,6 +13,7 @@ class Limits:
         requests: Requests at a time; more get 429.
         body_bytes: Bytes of a body; larger ones get 413.
         body_seconds: Seconds in which a body must arrive; later ones get 408.
+        send_seconds: Seconds in which a client must take an event of a stream; a slower client loses its connection.
         characters: Characters of a prompt, and of a prompt that a chat template makes.
         prompts: Prompts of one completions request.
         choices: Answers of one request, over all of its prompts.
@@ -32,6 +33,7 @@ class Limits:
     requests: int = 1024
     body_bytes: int = 4 << 20
     body_seconds: float = 60
+    send_seconds: float = 60
     characters: int = 1 << 20
     prompts: int = 64
     choices: int = 64
