@@ -142,7 +142,7 @@ def serve(
             stack.close()  # removes the bar
             print_step(f"serving {options.name} on {url}")
 
-        run(folder, options, progress=progress, on_ready=ready)
+        run(folder, options, progress=progress, on_ready=ready, say=print_step)
 
 
 def chat(

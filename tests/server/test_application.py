@@ -448,13 +448,17 @@ def test_the_end_of_the_server():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_answers_that_do_not_end_in_time_are_cancelled(stream):
-    with scripted_application() as application, running(application, drain_seconds=0.1) as server:
+@pytest.mark.parametrize("seconds", [0.1, 600])
+def test_answers_are_cancelled_after_some_time_or_a_second_signal(stream, seconds):
+    said = []
+    with scripted_application() as application, running(application, seconds, said.append) as server:
         connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
         with held(application):
             connection.request("POST", CHAT, json.dumps(chat("a" * 1000, stream=stream)))
             wait_for(lambda: application.engine.stats().running_sequences == 1)
-            server.begin_drain()
+            server.handle_exit(signal.SIGINT, None)
+            if seconds == 600:
+                server.handle_exit(signal.SIGINT, None)
             time.sleep(0.5)
         answer = connection.getresponse()
         text = answer.read().decode()
@@ -465,12 +469,15 @@ def test_answers_that_do_not_end_in_time_are_cancelled(stream):
             assert answer.status == 503
             error = json.loads(text)
         assert "shutting down" in error["error"]["message"]
+        wait_for(lambda: server.should_exit)
+        assert not server.force_exit
+    assert said == [f"shutting down: 1 answer may take up to {seconds:g} s; Ctrl-C again stops at once"]
 
 
-def test_a_second_signal_ends_at_once():
+def test_a_third_signal_ends_at_once():
     with scripted_application() as application, running(application, drain_seconds=600) as server:
-        server.handle_exit(signal.SIGINT, None)
-        server.handle_exit(signal.SIGINT, None)
+        for _ in range(3):
+            server.handle_exit(signal.SIGINT, None)
         assert server.should_exit
         assert server.force_exit
 

@@ -186,9 +186,9 @@ def test_the_command_serve(prepared, number):
             assert 1 <= answer.usage.completion_tokens <= 5
             process.send_signal(number)
             assert process.wait(60) == 0
+            assert process.stderr.read() == "shutting down\n"
         finally:
             process.kill()
-    assert process.stderr.closed or process.stderr.read() == ""
 
 
 def invoke(*arguments, **options):

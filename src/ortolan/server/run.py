@@ -70,6 +70,7 @@ def serve(
     *,
     progress: Progress | None = None,
     on_ready: Callable[[str], None] | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> None:
     """Serve a model until the process gets SIGINT or SIGTERM.
 
@@ -79,6 +80,7 @@ def serve(
         options: Options.
         progress: Of the conversion, as for `optimize_onnx`.
         on_ready: Called with the server's address when it accepts requests.
+        say: Called with lines for the person who started the server.
 
     Raises:
         OrtolanError: A model cannot be opened, a package is missing, or the port is in use.
@@ -93,9 +95,8 @@ def serve(
         listening = stack.enter_context(_listen(chosen.host, chosen.port))
         named = replace(chosen, name=chosen.name or model_name(Path(model)))
         application = stack.enter_context(open_application(prepare_model(Path(model), progress), named))
-        server = make_server(
-            application, chosen.drain_seconds, None if on_ready is None else _told(on_ready, listening)
-        )
+        told_ready = None if on_ready is None else _told(on_ready, listening)
+        server = make_server(application, chosen.drain_seconds, told_ready, say)
         server.run(sockets=[listening])
 
 
@@ -207,17 +208,23 @@ def model_name(model: Path) -> str:
     return (path.name if path.is_dir() else path.stem) or "model"
 
 
-def make_server(application: Application, drain_seconds: float, on_ready: Callable[[], None] | None = None) -> Any:
+def make_server(
+    application: Application,
+    drain_seconds: float,
+    on_ready: Callable[[], None] | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Any:
     """Return a uvicorn server whose end is gentle.
 
     It runs until SIGINT or SIGTERM. After the first signal it answers new requests with 503, and /health too, so that a
     load balancer sends them elsewhere. When the active requests have ended, or after drain_seconds, it cancels the rest
-    and closes. A second signal ends it at once.
+    and closes. A second signal cancels them at once. A third one does not even wait for the end of their responses.
 
     Args:
         application: The application.
         drain_seconds: How long requests may continue after the first signal.
         on_ready: Called when the server accepts requests.
+        say: Called with a line when the drain begins.
     """
     import uvicorn
 
@@ -225,12 +232,15 @@ def make_server(application: Application, drain_seconds: float, on_ready: Callab
         """A server that drains."""
 
         drained: asyncio.Task[None] | None = None
+        hurried = False
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            if application.drain.begun:
-                self.force_exit = self.should_exit = True
-            else:
+            if not application.drain.begun:
                 self.begin_drain()
+            elif not self.hurried:
+                self.hurried = True
+            else:
+                self.force_exit = self.should_exit = True
 
         def begin_drain(self) -> None:
             """Take no more requests, and end the server when the active ones have ended."""
@@ -238,10 +248,13 @@ def make_server(application: Application, drain_seconds: float, on_ready: Callab
             self.loop.call_soon_threadsafe(self._start_drain)
 
         def _start_drain(self) -> None:
+            # Not in the signal's handler, which may have interrupted another print.
+            if say is not None:
+                say(_farewell(application.drain.active, drain_seconds))
             self.drained = asyncio.ensure_future(self._drain())
 
         async def _drain(self) -> None:
-            if not await application.drain.wait(drain_seconds):
+            if not await application.drain.wait(drain_seconds, lambda: self.hurried):
                 application.cancel_all()
                 await application.drain.wait(_CLOSING_SECONDS)
             self.should_exit = True
@@ -261,3 +274,10 @@ def make_server(application: Application, drain_seconds: float, on_ready: Callab
             server_header=False,
         )
     )
+
+
+def _farewell(active: int, drain_seconds: float) -> str:
+    if not active:
+        return "shutting down"
+    answers = "1 answer" if active == 1 else f"{active} answers"
+    return f"shutting down: {answers} may take up to {drain_seconds:g} s; Ctrl-C again stops at once"
