@@ -51,14 +51,15 @@ Temperature = Annotated[
     float | None,
     typer.Option(
         min=0,
-        help="0 takes the likeliest token. Default: the model's generation_config.json, else 1.",
+        help="0 takes the likeliest token. Default: the model's generation_config.json, else 0.8, with top_k 40 and "
+        "min_p 0.05.",
         show_default=False,
     ),
 ]
 TopP = Annotated[
     float | None,
     typer.Option(
-        help="Keep the likeliest tokens whose probabilities add up to this. Default: the model's, else 1.",
+        help="Keep the likeliest tokens whose probabilities add up to this. Default: the model's, else 0.95.",
         show_default=False,
     ),
 ]

@@ -85,6 +85,24 @@ def test_a_gguf_file_is_converted_once(tmp_path):
     assert found == serving_folder(path, tmp_path / "cache")
     assert model_kind(found) == "serving"
     assert read_model_folder(found).template is not None
+    assert read_model_folder(found).sampling == {}
+
+
+def test_sampling_options_of_a_gguf_file(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    said = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.min_p": float("nan")}
+    write_gguf(path, CONFIGS["llama"], metadata=said)
+    folder = serving_folder(path, tmp_path / "cache")
+    assert read_model_folder(folder).sampling == {"temperature": 0.5, "top_k": 20}
+    assert json.loads((folder / "generation_config.json").read_text())["do_sample"] is True
+
+
+def test_sampling_options_in_the_terminal():
+    """A model that recommends nothing gets llama.cpp's defaults, unlike in the server."""
+    found = AnswerOptions(temperature=0.3).sampling({})
+    assert (found.temperature, found.top_k, found.top_p, found.min_p) == (0.3, 40, 0.95, 0.05)
+    found = AnswerOptions().sampling({"top_k": 20.0})
+    assert (found.temperature, found.top_k, found.top_p, found.min_p) == (1, 20, 1, 0)
 
 
 def test_models_that_cannot_be_served(tmp_path):
