@@ -206,7 +206,7 @@ class _Choice:
         """Return the pieces that an output completes."""
         pieces = self._parser.feed(output.text)
         if output.finish_reason is not None:
-            pieces += self._parser.finish()
+            pieces += self._parser.finish(cut=output.finish_reason != "stop")
         self._called |= any(piece.kind == CALL for piece in pieces)
         if output.finish_reason is not None:
             reason = ends_in_time(output.finish_reason)
