@@ -202,11 +202,11 @@ def _options(max_tokens: int | None, temperature: float | None, top_p: float | N
 def _engine(
     folder: Path, threads: int | None, context: int | None, cache_memory: str | None
 ) -> Iterator[tuple[Engine, ModelFolder]]:
-    from .server.run import ServeOptions, open_engine, prepare_model
+    from .server.run import ServeOptions, open_engine, prepare_decoder
 
     options = ServeOptions(threads=threads, context=context, cache_bytes=read_bytes(cache_memory), max_sequences=1)
     with progress_bar() as progress:
-        prepared = prepare_model(folder, progress)
+        prepared = prepare_decoder(folder, progress)
     with open_engine(prepared, options) as opened:
         yield opened
 

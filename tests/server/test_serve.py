@@ -24,6 +24,7 @@ from ortolan.cli import app  # noqa: E402
 from ortolan.cli_serve import read_bytes  # noqa: E402
 from ortolan.conversation import AnswerOptions, Conversation, complete  # noqa: E402
 from ortolan.errors import ArgumentError, ModelError, OrtolanError  # noqa: E402
+from ortolan.importer import import_gguf  # noqa: E402
 from ortolan.models import tiny  # noqa: E402
 from ortolan.server.conversion import model_kind, serving_folder  # noqa: E402
 from ortolan.server.model_folder import read_model_folder  # noqa: E402
@@ -114,6 +115,26 @@ def test_models_that_cannot_be_served(tmp_path):
     (tmp_path / "model.onnx").write_bytes(b"\xff\xff")
     with pytest.raises(ModelError, match="cannot be read"):
         prepare_model(tmp_path)
+    (tmp_path / "model.onnx").unlink()
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(ModelError, match=re.escape(f"ortolan serve {tmp_path / 'm.gguf'}")):
+        prepare_model(tmp_path)
+
+
+def test_a_folder_that_was_imported_without_the_form_for_serving(tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", CONFIGS["llama"])
+    import_gguf(tmp_path / "tiny.gguf", tmp_path / "imported")
+    with pytest.raises(ModelError, match=r"give the GGUF file .* --serve"):
+        prepare_model(tmp_path / "imported")
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_an_encoder_does_not_chat(command, tmp_path):
+    write_wordpiece(tmp_path / "tokenizer.json")
+    write_reranker(tmp_path, vocab_size=256)
+    found = invoke(command, tmp_path, *(["hi"] if command == "generate" else []))
+    assert found.exit_code == 1
+    assert "expected a decoder; use ortolan embed, rerank or serve" in found.output
 
 
 def test_what_a_folder_says(prepared):

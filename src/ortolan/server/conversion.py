@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ModelError, missing_model
 
@@ -23,10 +23,14 @@ def model_kind(path: Path) -> Kind:
     Raises:
         ModelError: The model cannot be read.
     """
+    return _kind(_load(path))
+
+
+def _load(path: Path) -> Any:
+    """Load a file or a folder's model, without its weights."""
     import onnx_ir as ir
 
     from ortolan.graph_passes.files.model_file import model_in
-    from ortolan.graph_passes.serve.form import is_serving_form
 
     file = model_in(path) if path.is_dir() else path
     try:
@@ -35,6 +39,12 @@ def model_kind(path: Path) -> Kind:
         raise ModelError(f"model {str(file)!r} cannot be read: {error}") from None
     if not model.graph.inputs:
         raise ModelError(f"{str(file)!r} is not an ONNX model: it has no inputs")
+    return model
+
+
+def _kind(model: Any) -> Kind:
+    from ortolan.graph_passes.serve.form import is_serving_form
+
     if is_serving_form(model):
         return "serving"
     cached = any((value.name or "").startswith("past_key_values.") for value in model.graph.inputs)
@@ -61,8 +71,10 @@ def serving_folder(source: Path, cache: Path, progress: Progress | None = None) 
     if not is_gguf:
         if not source.is_dir():
             raise ModelError(f"{str(source)!r} is a file, expected a folder with model.onnx, or a .gguf file")
-        if model_kind(source) == "serving":
+        model = _load(source)
+        if _kind(model) == "serving":
             return source
+        _require_original(model, source)
     path = source.resolve()
     # A folder's name may have dots, as in Qwen2.5-0.5B, which do not begin a suffix.
     target = cache / "serving" / f"{path.stem if is_gguf else path.name}-{_fingerprint(source)}"
@@ -73,6 +85,16 @@ def serving_folder(source: Path, cache: Path, progress: Progress | None = None) 
         if not target.is_dir():  # another process may have made it meanwhile
             _convert(source, target, is_gguf, progress)
     return target
+
+
+def _require_original(model: Any, source: Path) -> None:
+    from ortolan.graph_passes.passes.normalize import optimized_with
+
+    if optimized_with(model) is not None:
+        raise ModelError(
+            f"{str(source)!r} was optimized without the form for serving; give the GGUF file or the original folder "
+            "instead, or make it again with --serve (ortolan import or optimize)"
+        )
 
 
 def _convert(source: Path, target: Path, is_gguf: bool, progress: Progress | None) -> None:

@@ -144,6 +144,23 @@ def prepare_model(model: Path, progress: Progress | None = None) -> Path:
     return serving_folder(model, default_cache_dir(), progress)
 
 
+def prepare_decoder(model: Path, progress: Progress | None = None) -> Path:
+    """Return the folder of a decoder in the form for serving, converted if necessary.
+
+    Raises:
+        OrtolanError: The model is an encoder, or cannot be read or converted.
+    """
+    from .conversion import model_kind
+
+    prepared = prepare_model(model, progress)
+    if model_kind(prepared) == "encoder":
+        raise OrtolanError(
+            f"{str(model)!r} is an embedding model or a reranker, expected a decoder; use ortolan embed, rerank or "
+            "serve"
+        )
+    return prepared
+
+
 @contextmanager
 def open_application(model: Path, options: ServeOptions) -> Iterator[Application]:
     """Open the models that `prepare_model` returned, and close the engine at the end."""
