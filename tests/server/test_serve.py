@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import onnx
 import onnx_ir as ir
@@ -87,6 +88,16 @@ def test_a_gguf_file_is_converted_once(tmp_path):
     assert model_kind(found) == "serving"
     assert read_model_folder(found).template is not None
     assert read_model_folder(found).sampling == {}
+
+
+def test_a_link_to_a_file_keeps_its_name(tmp_path, monkeypatch):
+    write_gguf(tmp_path / "blob", CONFIGS["llama"])
+    link = tmp_path / "tiny-0.5B.gguf"
+    link.symlink_to("blob")
+    assert model_name(link) == "tiny-0.5B"
+    assert serving_folder(link, tmp_path / "cache").name.startswith("tiny-0.5B-")
+    monkeypatch.chdir(tmp_path)
+    assert model_name(Path()) == tmp_path.name
 
 
 def test_sampling_options_of_a_gguf_file(tmp_path):

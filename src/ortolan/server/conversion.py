@@ -75,7 +75,7 @@ def serving_folder(source: Path, cache: Path, progress: Progress | None = None) 
         if _kind(model) == "serving":
             return source
         _require_original(model, source)
-    path = source.resolve()
+    path = Path(os.path.abspath(source))  # the name that the user typed, not that of a link's target
     # A folder's name may have dots, as in Qwen2.5-0.5B, which do not begin a suffix.
     target = cache / "serving" / f"{path.stem if is_gguf else path.name}-{_fingerprint(source)}"
     if target.is_dir():

@@ -221,7 +221,7 @@ def make_generator(engine: Engine, folder: ModelFolder) -> Any:
 
 def model_name(model: Path) -> str:
     """Return the name of a model's folder or file."""
-    path = model.resolve()
+    path = Path(os.path.abspath(model))  # the name that the user typed, not that of a link's target
     return (path.name if path.is_dir() else path.stem) or "model"
 
 
