@@ -139,11 +139,7 @@ def serve(
     with ExitStack() as stack:
         progress = stack.enter_context(progress_bar())
 
-        def ready(url: str) -> None:
-            stack.close()  # removes the bar
-            print_step(f"serving {options.name} on {url}")
-
-        run(folder, options, progress=progress, on_ready=ready, say=print_step)
+        run(folder, options, progress=progress, on_ready=lambda _: stack.close(), say=print_step)  # removes the bar
 
 
 def chat(
@@ -206,8 +202,8 @@ def _engine(
 
     options = ServeOptions(threads=threads, context=context, cache_bytes=read_bytes(cache_memory), max_sequences=1)
     with progress_bar() as progress:
-        prepared = prepare_decoder(folder, progress)
-    with open_engine(prepared, options) as opened:
+        prepared = prepare_decoder(folder, progress, print_step)
+    with open_engine(prepared, options, print_step) as opened:
         yield opened
 
 

@@ -225,7 +225,9 @@ def test_the_command_serve(prepared, number):
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             line = process.stderr.readline()
-            url = re.fullmatch(r"serving mine on (http://127\.0\.0\.1:\d+)\n", line)[1]
+            url = re.fullmatch(
+                r"serving mine on (http://127\.0\.0\.1:\d+) \(context 128 tokens, cache 4\.0 MiB\)\n", line
+            )[1]
             with pytest.raises(openai.AuthenticationError):
                 openai.OpenAI(base_url=f"{url}/v1", api_key="wrong").models.list()
             client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret")
@@ -326,6 +328,25 @@ def test_a_prompt_without_a_template():
         assert "".join(complete(application.engine, folder, "aaa", AnswerOptions(max_tokens=4))) == "aaaa"
         with pytest.raises(OrtolanError, match="chat template"):
             list(Conversation(application.engine, folder).say("x"))
+
+
+def test_lines_at_the_start(folder, tmp_path, monkeypatch):
+    """A conversion, and a cache that is too small for the model's context."""
+    monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path))
+    said = []
+    converted = prepare_model(folder, say=said.append)
+    assert prepare_model(folder, say=said.append) == converted
+    assert said == ["converting small to the form for serving (once)"]
+    with open_engine(converted, ServeOptions(threads=1), said.append) as (engine, _):
+        block, limit = engine.model.block_bytes, engine.model.limit
+    assert len(said) == 1
+    with open_engine(converted, ServeOptions(threads=1, cache_bytes=2 * block), said.append):
+        assert said[1:] == [f"context is 32 of the model's {limit} tokens, because of --cache-memory"]
+    with (
+        pytest.raises(ArgumentError, match="--cache-memory"),
+        open_engine(converted, ServeOptions(cache_bytes=block - 1)),
+    ):
+        pass
 
 
 def test_the_engine_is_closed_at_the_end(prepared):

@@ -38,6 +38,7 @@ class Application:
     Attributes:
         asgi: The Starlette application.
         drain: The requests that have not ended.
+        sizes: The sizes of a decoder's context and cache, for people; empty without a decoder.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Application:
             encoder_name: Its name in answers. Default: the name in the settings.
         """
         self.drain = Drain()
+        self.sizes = ""
         self._settings, self._generator, self._created = settings, generator, int(time.time())
         self._metrics = Metrics(None if generator is None else generator.engine.stats)
         self._encoder_name = encoder_name or settings.name

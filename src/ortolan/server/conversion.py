@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -51,7 +51,9 @@ def _kind(model: Any) -> Kind:
     return "decoder" if cached else "encoder"
 
 
-def serving_folder(source: Path, cache: Path, progress: Progress | None = None) -> Path:
+def serving_folder(
+    source: Path, cache: Path, progress: Progress | None = None, say: Callable[[str], None] | None = None
+) -> Path:
     """Return a folder with a decoder in the form for serving.
 
     A GGUF file, and a folder with another form, are converted into the cache folder. A later call with the same files
@@ -61,6 +63,7 @@ def serving_folder(source: Path, cache: Path, progress: Progress | None = None) 
         source: A GGUF file, a folder with a decoder, or a folder that has the form for serving already.
         cache: The cache folder.
         progress: As for `optimize_onnx`.
+        say: Called with a line if a conversion begins.
 
     Raises:
         OrtolanError: The model cannot be read or converted.
@@ -83,6 +86,8 @@ def serving_folder(source: Path, cache: Path, progress: Progress | None = None) 
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.with_name(f"{target.name}.lock")):
         if not target.is_dir():  # another process may have made it meanwhile
+            if say is not None:
+                say(f"converting {path.name} to the form for serving (once)")
             _convert(source, target, is_gguf, progress)
     return target
 

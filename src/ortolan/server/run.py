@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..cache_folder import default_cache_dir
 from ..errors import OrtolanError
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from ..engine import Engine
+    from ..engine.model import PagedModel
     from ..progress import Progress
     from .application import Application
     from .model_folder import ModelFolder
@@ -94,15 +95,24 @@ def serve(
         # The port first: opening models may take a minute.
         listening = stack.enter_context(_listen(chosen.host, chosen.port))
         named = replace(chosen, name=chosen.name or model_name(Path(model)))
-        application = stack.enter_context(open_application(prepare_model(Path(model), progress), named))
-        told_ready = None if on_ready is None else _told(on_ready, listening)
-        server = make_server(application, chosen.drain_seconds, told_ready, say)
+        prepared = prepare_model(Path(model), progress, say)
+        application = stack.enter_context(open_application(prepared, named, say))
+
+        def ready() -> None:
+            url = _url(listening)
+            if on_ready is not None:
+                on_ready(url)
+            if say is not None:
+                sizes = f" ({application.sizes})" if application.sizes else ""
+                say(f"serving {named.name} on {url}{sizes}")
+
+        server = make_server(application, chosen.drain_seconds, ready, say)
         server.run(sockets=[listening])
 
 
-def _told(on_ready: Callable[[str], None], listening: socket.socket) -> Callable[[], None]:
+def _url(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
-    return lambda: on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _require_packages() -> None:
@@ -131,8 +141,13 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
         yield listening
 
 
-def prepare_model(model: Path, progress: Progress | None = None) -> Path:
+def prepare_model(model: Path, progress: Progress | None = None, say: Callable[[str], None] | None = None) -> Path:
     """Return the folder of a model that can be served: an encoder unchanged, a decoder converted if necessary.
+
+    Args:
+        model: The model.
+        progress: As for `serve`.
+        say: Called with a line if a conversion begins.
 
     Raises:
         OrtolanError: The model cannot be read or converted.
@@ -141,18 +156,18 @@ def prepare_model(model: Path, progress: Progress | None = None) -> Path:
 
     if model.suffix != ".gguf" and model.exists() and model_kind(model) == "encoder":
         return model
-    return serving_folder(model, default_cache_dir(), progress)
+    return serving_folder(model, default_cache_dir(), progress, say)
 
 
-def prepare_decoder(model: Path, progress: Progress | None = None) -> Path:
-    """Return the folder of a decoder in the form for serving, converted if necessary.
+def prepare_decoder(model: Path, progress: Progress | None = None, say: Callable[[str], None] | None = None) -> Path:
+    """Return the folder of a decoder in the form for serving, converted if necessary. Arguments as `prepare_model`.
 
     Raises:
         OrtolanError: The model is an encoder, or cannot be read or converted.
     """
     from .conversion import model_kind
 
-    prepared = prepare_model(model, progress)
+    prepared = prepare_model(model, progress, say)
     if model_kind(prepared) == "encoder":
         raise OrtolanError(
             f"{str(model)!r} is an embedding model or a reranker, expected a decoder; use ortolan embed, rerank or "
@@ -162,8 +177,12 @@ def prepare_decoder(model: Path, progress: Progress | None = None) -> Path:
 
 
 @contextmanager
-def open_application(model: Path, options: ServeOptions) -> Iterator[Application]:
-    """Open the models that `prepare_model` returned, and close the engine at the end."""
+def open_application(
+    model: Path, options: ServeOptions, say: Callable[[str], None] | None = None
+) -> Iterator[Application]:
+    """Open the models that `prepare_model` returned, and close the engine at the end. say: as for `open_engine`."""
+    from ortolan.graph_passes.report.figures import human_bytes
+
     from ..engines import EncoderEngine
     from .application import Application
     from .conversion import model_kind
@@ -181,19 +200,33 @@ def open_application(model: Path, options: ServeOptions) -> Iterator[Application
         return
     encoder = None if options.encoder is None else EncoderEngine(options.encoder, threads=threads)
     encoder_name = None if options.encoder is None else model_name(options.encoder)
-    with open_engine(model, options) as (engine, folder):
-        yield Application(settings, make_generator(engine, folder), encoder, encoder_name)
+    with open_engine(model, options, say) as (engine, folder):
+        application = Application(settings, make_generator(engine, folder), encoder, encoder_name)
+        cache = engine.model.blocks * cast("PagedModel", engine.model).block_bytes
+        application.sizes = f"context {engine.context} tokens, cache {human_bytes(cache)}"
+        yield application
 
 
 @contextmanager
-def open_engine(folder: Path, options: ServeOptions) -> Iterator[tuple[Engine, ModelFolder]]:
-    """Open a decoder in the form for serving, with its engine, tokenizer and chat template."""
+def open_engine(
+    folder: Path, options: ServeOptions, say: Callable[[str], None] | None = None
+) -> Iterator[tuple[Engine, ModelFolder]]:
+    """Open a decoder in the form for serving, with its engine, tokenizer and chat template.
+
+    Args:
+        folder: The folder.
+        options: Options.
+        say: Called with a line if the cache is too small for the model's context.
+    """
     from ..engine import Engine
     from ..engine.model import PagedModel
     from .model_folder import read_model_folder
 
     read = read_model_folder(folder, options.tool_calls)
     paged = PagedModel.open(folder, threads=options.threads, context=options.context, cache_bytes=options.cache_bytes)
+    if say is not None and options.context is None and paged.limit is not None and paged.context < paged.limit:
+        why = "--cache-memory" if options.cache_bytes is not None else "the machine's memory; see --cache-memory"
+        say(f"context is {paged.context} of the model's {paged.limit} tokens, because of {why}")
     with Engine(
         paged,
         tokenizer=read.tokenizer,
