@@ -95,7 +95,11 @@ REFUSED = [
     (CHAT, chat(response_format={}), "response_format.type", "missing"),
     (CHAT, chat(response_format={"type": "xml"}), "response_format.type", "json_schema"),
     (CHAT, chat(response_format={"type": "json_schema"}), "response_format.json_schema", "missing"),
-    (CHAT, schema({"type": "x"}), "response_format", "compiled"),
+    *(
+        (path, {**schema(wrong), **asked}, "response_format.json_schema.schema", said)
+        for path, asked in ((CHAT, {}), (COMPLETE, {"prompt": "a"}))
+        for wrong, said in (({"type": "x"}, "Invalid type: x"), ({"uniqueItems": True}, 'keys: ["uniqueItems"]'))
+    ),
     (CHAT, schema({"x": "y" * 70000}), "response_format", "bytes"),
     (CHAT, chat(chat_template_kwargs={"a b": 1}), "chat_template_kwargs", "names"),
     (CHAT, chat(chat_template_kwargs={"a": [1]}), "chat_template_kwargs", "an array of 1"),
