@@ -168,6 +168,8 @@ def test_unknown_paths_and_methods(client):
         assert refused.status_code == status
         assert refused.json()["error"]["message"]
     assert client.get(CHAT).headers["allow"] == "POST"
+    for path in ("/chat/completions", "/models"):
+        assert client.post(path, json={}).json()["error"]["message"].endswith("Not Found; base_url must end with /v1")
 
 
 def test_models(client):
