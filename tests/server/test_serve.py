@@ -217,6 +217,12 @@ def test_a_port_in_use(folder):
             serve(folder, ServeOptions(port=taken.getsockname()[1]))
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_a_host_that_the_machine_has_not(folder, host):
+    with pytest.raises(OrtolanError, match=f"cannot listen on {host} .*; choose another with --host"):
+        serve(folder, ServeOptions(host=host, port=0))
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_command_serve(prepared, number):
     command = [sys.executable, "-m", "ortolan", "serve", str(prepared), "--port", "0", "--threads", "1"]

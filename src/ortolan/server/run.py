@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -137,7 +138,9 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
         try:
             listening.bind((host, port))
         except (OSError, OverflowError) as error:
-            raise OrtolanError(f"cannot listen on {host} port {port}: {error}; choose another with --port") from None
+            of_port = isinstance(error, OverflowError) or error.errno in (errno.EADDRINUSE, errno.EACCES)
+            option = "--port" if of_port else "--host"
+            raise OrtolanError(f"cannot listen on {host} port {port}: {error}; choose another with {option}") from None
         yield listening
 
 
