@@ -74,6 +74,16 @@ def _own_cgroups() -> list[Path]:
     return list(dict.fromkeys(folders))
 
 
+def usable_memory() -> int:
+    """Return the bytes of the machine's memory, or of the smallest limit of this cgroup and its parents if smaller."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for folder in _own_cgroups():
+        for limit in ("memory.max", "memory.limit_in_bytes"):
+            with suppress(OSError, ValueError):  # the file holds "max" if there is no limit
+                found.append(int((folder / limit).read_text()))
+    return min(found)
+
+
 def free_memory() -> int:
     """Return the bytes that this process can still allocate without swapping, or 4 GiB if unknown."""
     found = []

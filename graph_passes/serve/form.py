@@ -38,7 +38,9 @@ from ..operators.paged_attention_function import OP_TYPE as PAGED
 from .mask import read_window
 
 POOL = "kv_cache."  # prefix of the inputs that are pools
-_FORM = "paged"
+# The value of SERVING_KEY. Increase the number when `to_serving_form` makes another graph of the same decoder, or when
+# callers must give other inputs: stored conversions of `ortolan serve` are then made again.
+FORM_VERSION = "paged 1"
 _PAST, _PRESENT = "past_key_values.", "present."
 _TOKENS = ("input_ids", "position_ids")
 # Inputs that only attention reads, or masks and lengths for attention.
@@ -47,8 +49,28 @@ _KEPT_ATTRIBUTES = ("num_heads", "kv_num_heads", "scale", "softcap", "rotary_int
 
 
 def is_serving_form(model: ir.Model) -> bool:
-    """Return True if the model has the form for serving."""
-    return model.metadata_props.get(SERVING_KEY) == _FORM
+    """Return True if the model has the form for serving.
+
+    Raises:
+        ModelError: It has another version of the form.
+    """
+    if SERVING_KEY not in model.metadata_props:
+        return False
+    check_form_version(model.metadata_props[SERVING_KEY])
+    return True
+
+
+def check_form_version(found: str) -> None:
+    """Check the value of SERVING_KEY in a model's metadata.
+
+    Raises:
+        ModelError: The form is of another version.
+    """
+    if found != FORM_VERSION:
+        raise ModelError(
+            f"the model has version {found!r} of the form for serving, expected {FORM_VERSION!r}; make it again from "
+            "the original model"
+        )
 
 
 def to_serving_form(model: ir.Model, name: str) -> None:
@@ -72,7 +94,7 @@ def to_serving_form(model: ir.Model, name: str) -> None:
     form.finish()
     if context is not None:
         model.metadata_props[CONTEXT_KEY] = str(context)
-    model.metadata_props[SERVING_KEY] = _FORM
+    model.metadata_props[SERVING_KEY] = FORM_VERSION
 
 
 def check_decoder(model: ir.Model, name: str) -> None:

@@ -19,7 +19,8 @@ constexpr int64_t kMostRows = 96;  // of a kernel call, except for a single toke
 // Chunk of a sequence and one head of keys and values, and a part of its keys.
 struct Unit {
   int64_t sequence, kv_head, token, tokens, part;
-  int64_t partial;  // index of its first row in the partial results
+  int64_t begin, end;  // keys of the part, from the tile of the first key that a token sees
+  int64_t partial;     // index of its first row in the partial results
 
   bool SharesRows(const Unit& other) const {
     return sequence == other.sequence && kv_head == other.kv_head && token == other.token;
@@ -49,7 +50,8 @@ std::vector<Unit> UnitsOf(const PagedCall& call, int64_t window) {
         const int64_t end = call.Past(b) + token + tokens;
         const int64_t first = window > 0 ? std::max<int64_t>(call.Past(b) + token + 1 - window, 0) : 0;
         for (int64_t part = first / kPartKeys; part * kPartKeys < end; ++part) {
-          units.push_back({b, head, token, tokens, part, rows});
+          const int64_t begin = std::max(part * kPartKeys, first / kPagedTile * kPagedTile);
+          units.push_back({b, head, token, tokens, part, begin, std::min(end, (part + 1) * kPartKeys), rows});
           rows += tokens * call.Group();
         }
       }
@@ -65,9 +67,7 @@ std::vector<size_t> ItemsOf(const PagedCall& call, std::span<const Unit> units) 
   int64_t macs = 0;
   for (size_t u = 0; u < units.size(); ++u) {
     const Unit& unit = units[u];
-    const int64_t end = call.Past(unit.sequence) + unit.token + unit.tokens;
-    const int64_t keys = std::min(end - unit.part * kPartKeys, kPartKeys);
-    macs += 2 * unit.tokens * call.Group() * keys * call.head_dim;
+    macs += 2 * unit.tokens * call.Group() * (unit.end - unit.begin) * call.head_dim;
     if (macs < ActiveTuning().piece_macs && u + 1 < units.size()) continue;
     items.push_back(u + 1);
     macs = 0;
@@ -104,6 +104,10 @@ std::string PagedCall::Problem() const {
                        " new tokens, expected 0 to ", kMaxTokens, " tokens together");
     }
     if (Added(b) == 0) continue;
+    if (blocks == 0) {
+      return ErrorText("the pools have 0 blocks, expected at least 1 for the ", Added(b), " new tokens of sequence ",
+                       b);
+    }
     const int64_t used = (Past(b) + Added(b) + kBlockTokens - 1) / kBlockTokens;
     if (used > table_columns) {
       return ErrorText("sequence ", b, " has ", Past(b) + Added(b), " tokens in ", used, " blocks of ", kBlockTokens,
@@ -206,10 +210,9 @@ void PagedPlan::Attend(Host& host, const PagedCall& call) const {
   const int64_t scratch_bytes = Aligned(attention_.scratch_bytes(most_tokens * group, dim));
   ForEachWithScratch(host, static_cast<int64_t>(items.size()) - 1, scratch_bytes, [&](int64_t item, char* scratch) {
     for (size_t u = items[static_cast<size_t>(item)]; u < items[static_cast<size_t>(item) + 1]; ++u) {
-      const int64_t begin = units[u].part * kPartKeys;
       PagedAttentionArgs args = args_of(units[u]);
-      if (u + 1 < units.size()) PrefetchNext(args_of(units[u + 1]), units[u + 1].part * kPartKeys, args);
-      attention_.run(args, begin, begin + kPartKeys, partial_of(units[u].partial), scratch);
+      if (u + 1 < units.size()) PrefetchNext(args_of(units[u + 1]), units[u + 1].begin, args);
+      attention_.run(args, units[u].begin, units[u].end, partial_of(units[u].partial), scratch);
     }
   });
   // Merge the parts of each row in order, and only those with keys that the row sees.

@@ -42,6 +42,25 @@ def test_a_client_with_fewer_running_sequences_goes_first() -> None:
     assert clients(queue) == "aab"
 
 
+def test_users_take_turns_within_their_client() -> None:
+    """A client does not get more turns by naming more users."""
+    queue = WaitingQueue()
+    for user in "xyz":
+        for _ in range(2):
+            queue.add(Sequence((1,), 0, "a", user))
+    add(queue, "b", 6)
+    found = [(start(queue, one).client, one.user) for one in queue.candidates()]
+    assert found == [turn for user in "xyzxyz" for turn in (("a", user), ("b", ""))]
+    assert not queue._levels
+
+
+def test_users_of_different_clients_are_different_users() -> None:
+    queue = WaitingQueue()
+    for client in "aab":
+        queue.add(Sequence((1,), 0, client, "x"))
+    assert clients(queue) == "aba"
+
+
 def test_priorities_and_preempted_sequences_go_first() -> None:
     queue = WaitingQueue()
     old, older = add(queue, "b", 2)
@@ -82,4 +101,4 @@ def test_clients_are_forgotten() -> None:
         (one,) = add(queue, str(number))
         queue.stopped(start(queue, one))
         queue.remove(*add(queue, f"cancelled {number}"))
-    assert not queue._served and not queue._running and not queue._levels
+    assert not queue._turns and not queue._levels

@@ -195,6 +195,20 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_pools_without_blocks_are_refused() -> None:
+    node = Node(heads=2, kv_heads=1, dim=16)
+    feeds = {name: one.reshape(1, 4, -1) for name, one in zip(NAMES[:3], sequence(node, 4), strict=True)}
+    feeds |= {"sequence_starts": np.array([0, 4]), "past_lengths": np.array([0]), "block_table": np.array([[0]])}
+    values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in feeds.items()}
+    for name, pool in zip(NAMES[3:5], node.pools, strict=True):
+        empty = np.zeros((0, *pool.shape[1:]), np.uint16)
+        values[name] = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(empty, TensorProto.BFLOAT16)
+    with pytest.raises(
+        Exception, match="the pools have 0 blocks, expected at least 1 for the 4 new tokens of sequence 0"
+    ):
+        node.session.run_with_ort_values(["Y"], values)
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_wrong_inputs_are_refused(case: str) -> None:
     node = Node(heads=2, kv_heads=1, dim=16)

@@ -50,6 +50,17 @@ def test_free_memory_follows_the_cgroup(cgroup):
     assert machine.free_memory() > 2000000
 
 
+@pytest.mark.parametrize("file", ["memory__max", "memory__limit_in_bytes"])
+def test_usable_memory_follows_the_cgroup(cgroup, file):
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert machine.usable_memory() == physical
+    cgroup(**{file: "3000000\n"})
+    assert machine.usable_memory() == 3000000
+    for unlimited in ("max\n", "9223372036854771712\n"):
+        cgroup(**{file: unlimited})
+        assert machine.usable_memory() == physical
+
+
 def test_copies_of_weights_share_an_eighth_of_free_memory(monkeypatch):
     for module in (machine, timing):
         monkeypatch.setattr(module, "last_level_cache_bytes", lambda: 300 * 2**20)

@@ -16,6 +16,7 @@ import ortolan
 from ortolan.engine.model import PagedModel
 from ortolan.errors import ArgumentError, ModelError
 from ortolan.generate import Decoder
+from ortolan.graph_passes.serve.form import FORM_VERSION
 from ortolan.models import tiny
 
 from ..passes.cached_llama import FORMS, llama
@@ -202,11 +203,25 @@ def test_a_malformed_form_is_refused(tmp_path: Path) -> None:
         onnx.save(model, tmp_path / "bad.onnx")
         with pytest.raises(ModelError, match="expected a number of tokens"):
             PagedModel.open(tmp_path / "bad.onnx")
+    model = onnx.load(tmp_path / "serving.onnx")
+    (entry,) = (one for one in model.metadata_props if one.key == "ortolan.serving")
+    entry.value = "paged"
+    onnx.save(model, tmp_path / "bad.onnx")
+    with pytest.raises(ModelError, match=r"has version 'paged' of the form for serving, expected 'paged 1'"):
+        PagedModel.open(tmp_path / "bad.onnx")
     model = onnx.load(tmp_path / "model.onnx")  # it has no pools
-    model.metadata_props.add(key="ortolan.serving", value="paged")
+    model.metadata_props.add(key="ortolan.serving", value=FORM_VERSION)
     onnx.save(model, tmp_path / "bad.onnx")
     with pytest.raises(ModelError, match="expected pools and a vocabulary"):
         PagedModel.open(tmp_path / "bad.onnx")
+
+
+def test_the_default_cache_is_a_quarter_of_the_memory(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = open_model(files[1], blocks=3).block_bytes
+    monkeypatch.setattr("ortolan.engine.model.usable_memory", lambda: 4 * 5 * block + 3)
+    assert PagedModel.open(files[1]).blocks == 5
 
 
 def test_limits_of_context_and_cache(files: tuple[Path, Path]) -> None:

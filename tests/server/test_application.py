@@ -172,6 +172,17 @@ def test_unknown_paths_and_methods(client):
         assert client.post(path, json={}).json()["error"]["message"].endswith("Not Found; base_url must end with /v1")
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETE])
+def test_turns_are_by_host_and_then_by_user(client, monkeypatch, path):
+    seen = []
+    submit = client.application.engine.submit
+    monkeypatch.setattr(client.application.engine, "submit", lambda one: seen.append(one) or submit(one))
+    body = {"prompt": "a"} if path == COMPLETE else chat()
+    for more in ({}, {"user": "a"}, {"user": "a", "safety_identifier": "b"}):
+        assert client.post(path, json={**body, **more}).status_code == 200
+    assert [(one.client, one.user) for one in seen] == [("host testclient", user) for user in ("", "a", "b")]
+
+
 def test_models(client):
     (model,) = client.get("/v1/models").json()["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("scripted", "model", 2048)

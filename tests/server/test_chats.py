@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 
 import pytest
 
@@ -336,6 +337,19 @@ def test_a_shared_prefix_is_computed_once(http):
     for _ in range(2):
         usage = http.post("/v1/chat/completions", json=say(text, max_tokens=2)).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 17
+
+
+def test_names_of_tokens_are_looked_up_beside_the_event_loop(http, monkeypatch):
+    threads = []
+
+    def names(_, tokens):
+        threads.append(threading.current_thread().name)
+        return ["name"] * len(tokens)
+
+    monkeypatch.setattr("ortolan.server.token_routes._names", names)
+    found = http.post("/tokenize", json={"prompt": "ab", "return_token_strs": True}).json()
+    assert found["token_strs"] == ["name", "name"]
+    assert all(thread.startswith("ortolan-prepare") for thread in threads) and threads
 
 
 def test_tokenize(http):

@@ -78,6 +78,14 @@ def test_a_decoder_is_converted_once(folder, prepared, tmp_path):
         (folder / "new.txt").unlink()
 
 
+def test_another_version_of_the_form_is_made_again(folder, prepared, monkeypatch):
+    monkeypatch.setattr("ortolan.graph_passes.serve.form.FORM_VERSION", "paged next")
+    made = serving_folder(folder, prepared.parent.parent)
+    assert made != prepared and model_kind(made) == "serving"
+    with pytest.raises(ModelError, match=r"version 'paged 1' of the form for serving, expected 'paged next'"):
+        model_kind(prepared)
+
+
 def test_a_gguf_file_is_converted_once(tmp_path):
     path = tmp_path / "tiny-0.5B.gguf"
     write_gguf(path, CONFIGS["llama"])

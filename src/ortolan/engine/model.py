@@ -10,8 +10,9 @@ import numpy as np
 
 from ortolan.graph_passes.files.model_file import model_in
 from ortolan.graph_passes.find.head import LOGITS
+from ortolan.graph_passes.measure.machine import usable_memory
 from ortolan.graph_passes.names import CONTEXT_KEY, SERVING_KEY
-from ortolan.graph_passes.serve.form import POOL
+from ortolan.graph_passes.serve.form import POOL, check_form_version
 
 from ..errors import ArgumentError, ModelError
 from ..session import create_session, new_options
@@ -20,7 +21,7 @@ from .step import BLOCK_TOKENS, Step
 if TYPE_CHECKING:
     import onnxruntime
 
-_SHARE_OF_MEMORY = 4  # pools get 1 / this of the machine's memory by default
+_SHARE_OF_MEMORY = 4  # pools get 1 / this of the memory by default
 _MOST_SEQUENCES = 64  # whose contexts the pools hold at most by default
 _BF16_BYTES = 2
 _TYPES = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}  # of the inputs that a step gives
@@ -47,11 +48,11 @@ class PagedModel:
         Args:
             session: A session of a model that `optimize_onnx(serve=True)` or `import_gguf(serve=True)` wrote.
             context: The most tokens of a sequence. Default: the model's limit, or else the tokens of the pools.
-            cache_bytes: The size of all pools together. Default: a quarter of the machine's memory, but not more than
-                the context of 64 sequences.
+            cache_bytes: The size of all pools together. Default: a quarter of the memory of the machine, or of the
+                process's cgroup if that is less, but not more than the context of 64 sequences.
 
         Raises:
-            ModelError: The session has not the form for serving.
+            ModelError: The session has not the form for serving, or another version of it.
             ArgumentError: `context` exceeds the model's limit, or `cache_bytes` is too small for one sequence.
         """
         metadata = session.get_modelmeta().custom_metadata_map
@@ -61,6 +62,7 @@ class PagedModel:
                 f"the model has inputs {inputs}, expected the form for serving; make it with "
                 "optimize_onnx(model, output, serve=True) or `ortolan import --serve`"
             )
+        check_form_version(metadata[SERVING_KEY])
         shapes = {value.name: value.shape[1:] for value in session.get_inputs() if value.name.startswith(POOL)}
         vocabulary: list[int] = next((out.shape[-1:] for out in session.get_outputs() if out.name == LOGITS), [])
         said = metadata.get(CONTEXT_KEY, "1")
@@ -81,7 +83,7 @@ class PagedModel:
             raise ArgumentError(f"context is {context}, expected 1 to the model's {limit} tokens")
         wanted = context or limit
         if cache_bytes is None:
-            cache_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _SHARE_OF_MEMORY
+            cache_bytes = usable_memory() // _SHARE_OF_MEMORY
             if wanted is not None:
                 cache_bytes = min(cache_bytes, _MOST_SEQUENCES * _blocks(wanted) * self.block_bytes)
         self.blocks = cache_bytes // self.block_bytes

@@ -127,6 +127,7 @@ class Request:
         priority: Requests of lower numbers run first and take the memory of others.
         deadline: Seconds of time.monotonic() after which the request ends; None: never.
         client: Whose request this is. Requests of equal priority take turns between clients.
+        user: For whom the client asks. The requests of a client take turns between its users.
         grammar: The state at the beginning of an answer, for structured output.
         skip_special_tokens: Leave special tokens out of the text.
     """
@@ -140,6 +141,7 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     client: str = ""
+    user: str = ""
     grammar: Grammar | None = None
     skip_special_tokens: bool = True
 

@@ -24,6 +24,7 @@ class Sequence:
             sequence runs, the choices of a request share one.
         priority: The priority of the request.
         client: The client of the request.
+        user: The client's user.
         computed: The number of tokens whose keys and values are stored.
         blocks: The number of blocks in the sequence's row of the block table.
         slot: The sequence's row of the block table; -1: none.
@@ -45,12 +46,15 @@ class Sequence:
         "state",
         "ticket",
         "tokens",
+        "user",
     )
 
-    def __init__(self, prompt: tuple[int, ...] | array[int], priority: int = 0, client: str = "") -> None:
+    def __init__(
+        self, prompt: tuple[int, ...] | array[int], priority: int = 0, client: str = "", user: str = ""
+    ) -> None:
         self.tokens = prompt if isinstance(prompt, array) else array("q", prompt)
         self.priority = priority
-        self.client = client
+        self.client, self.user = client, user
         self.state = State.WAITING
         self.computed = 0
         self.blocks = 0

@@ -14,7 +14,6 @@ class CallReader:
 
     Attributes:
         name: The function's name, once it is known.
-        raw: The characters until the name is known.
         done: The object has ended.
         failed: The text is not a call.
     """
@@ -27,23 +26,29 @@ class CallReader:
             name: The name, if the text has only the arguments' object.
         """
         self._known, self.name = known, name
-        self.raw = ""
+        self._raw: list[str] = []  # characters until the name is known
         self.done = self.failed = False
         self._only_arguments = name is not None
         self._state = self._value if name is not None else self._start
         self._key = _ARGUMENTS[0] if name is not None else ""
-        self._part = ""  # of a key or value
+        # Lists, because += on an attribute copies the whole text for each character.
+        self._part: list[str] = []  # characters of a key or value
         self._depth = 0
         self._in_string = self._escaped = False
         self._arguments: str | None = None  # known before the name, or not an object
-        self._pending = ""  # text of the arguments that was not yet taken
+        self._pending: list[str] = []  # text of the arguments that was not yet taken
         self._streamed = False
+
+    @property
+    def raw(self) -> str:
+        """The characters until the name is known."""
+        return "".join(self._raw)
 
     def feed(self, text: str) -> int:
         """Read text until the call ends or fails; return the number of characters that were read."""
         for position, character in enumerate(text):
             if self.name is None:
-                self.raw += character
+                self._raw.append(character)
             try:
                 self._state(character)
             except (ValueError, RecursionError):
@@ -56,7 +61,8 @@ class CallReader:
         """Return the new text of the arguments; empty before the name is known."""
         if self.name is None:
             return ""
-        text, self._pending = self._pending, ""
+        text = "".join(self._pending)
+        self._pending.clear()
         return text
 
     def _start(self, character: str) -> None:
@@ -67,16 +73,16 @@ class CallReader:
 
     def _next_key(self, character: str) -> None:
         if character == '"':
-            self._part, self._state = character, self._in_key
+            self._part, self._state = [character], self._in_key
         elif character == "}":
             self._end()
         elif character not in _SPACE + ",":
             self.failed = True
 
     def _in_key(self, character: str) -> None:
-        self._part += character
+        self._part.append(character)
         if self._string_ends(character):
-            self._key, self._state = json.loads(self._part), self._colon
+            self._key, self._state = json.loads("".join(self._part)), self._colon
 
     def _colon(self, character: str) -> None:
         if character == ":":
@@ -88,7 +94,7 @@ class CallReader:
         """Begin a value."""
         if character in _SPACE:
             return
-        self._part, self._depth, self._in_string = "", 0, False
+        self._part, self._depth, self._in_string = [], 0, False
         is_object = character == "{"
         self._streamed = is_object and self._key in _ARGUMENTS and self.name is not None
         if self._key in _ARGUMENTS and not is_object and (self._only_arguments or character != '"'):
@@ -103,10 +109,10 @@ class CallReader:
             self._next_key(character)
             return
         if self._streamed:
-            self._pending += character
-            self._part = character
+            self._pending.append(character)
+            self._part = [character]
         else:
-            self._part += character
+            self._part.append(character)
         if self._in_string:
             ended = self._string_ends(character)
             self._in_string = not ended
@@ -129,12 +135,12 @@ class CallReader:
     def _end_value(self) -> None:
         self._state = self._next_key
         if self._key == "name" and not self._only_arguments:
-            name = json.loads(self._part)
+            name = json.loads("".join(self._part))
             if not isinstance(name, str) or not name or (self._known is not None and name not in self._known):
                 raise ValueError(name)
             self.name = name
             if self._arguments is not None:
-                self._pending = self._arguments
+                self._pending = [self._arguments]
         elif self._key in _ARGUMENTS:
             if self._streamed:
                 self._arguments = ""
@@ -144,18 +150,19 @@ class CallReader:
 
     def _keep_arguments(self) -> None:
         """Keep arguments that are not streamed. Some models write the object as a JSON string."""
-        if self._part.startswith('"'):
-            self._part = json.loads(self._part)
-        if not isinstance(json.loads(self._part), dict):
-            raise ValueError(self._part)
-        self._arguments = self._part
+        arguments = "".join(self._part)
+        if arguments.startswith('"'):
+            arguments = json.loads(arguments)
+        if not isinstance(json.loads(arguments), dict):
+            raise ValueError(arguments)
+        self._arguments = arguments
         if self.name is not None:
-            self._pending = self._part
+            self._pending = [arguments]
 
     def _end(self) -> None:
         if self.name is None:
             self.failed = True
             return
         if self._arguments is None:
-            self._pending = "{}"
+            self._pending = ["{}"]
         self.done = True

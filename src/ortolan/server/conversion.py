@@ -21,7 +21,7 @@ def model_kind(path: Path) -> Kind:
     """Return what an ONNX model is, from its inputs: a decoder in the form for serving or not, or an encoder.
 
     Raises:
-        ModelError: The model cannot be read.
+        ModelError: The model cannot be read, or has another version of the form for serving.
     """
     return _kind(_load(path))
 
@@ -124,11 +124,16 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _fingerprint(source: Path) -> str:
-    """Return a name for the content of a file or folder: from paths, sizes and times, which is quick for any size."""
+    """Return a name for the content of a file or folder, and for how this version of Ortolan converts it.
+
+    The content is known by paths, sizes and times, which is quick for any size.
+    """
     from importlib.metadata import version
 
+    from ortolan.graph_passes.serve.form import FORM_VERSION
+
     files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
-    digest = hashlib.sha256(version("ortolan").encode())
+    digest = hashlib.sha256(f"{version('ortolan')}\0{FORM_VERSION}\0".encode())
     for path in files:
         facts = path.stat()
         digest.update(f"{os.fspath(path.resolve())}\0{facts.st_size}\0{facts.st_mtime_ns}\0".encode())

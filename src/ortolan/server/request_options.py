@@ -29,7 +29,8 @@ class CommonOptions:
         n: Answers for each prompt.
         stream: Send the answer in pieces.
         include_usage: A stream ends with the numbers of tokens.
-        client: Whose request this is, for fairness.
+        client: Whose request this is, for fairness: the host, which a client cannot choose.
+        user: For whom the client asks, by its own word.
         deadline: When the request ends, in seconds of time.monotonic().
     """
 
@@ -41,6 +42,7 @@ class CommonOptions:
     stream: bool
     include_usage: bool
     client: str
+    user: str
     deadline: float
 
     def request(self, prompt: tuple[int, ...], context: int, grammar: Grammar | None = None) -> Request:
@@ -68,6 +70,7 @@ class CommonOptions:
             n=self.n,
             deadline=self.deadline,
             client=self.client,
+            user=self.user,
             grammar=grammar,
         )
 
@@ -81,7 +84,7 @@ def read_common(
         fields: The body.
         folder: The model's folder, whose defaults apply to missing options.
         limits: The limits on requests.
-        host: The client's address, which stands for clients that send no `user`.
+        host: The client's address. Users of different hosts are different users, whatever `user` says.
         max_tokens: The default of max_tokens.
         logprobs: The number of likeliest tokens whose log probabilities are wanted; None: no log probabilities.
 
@@ -101,7 +104,8 @@ def read_common(
         fields.integer("n", 1, 1, limits.choices),
         stream,
         stream and streaming is not None and streaming.boolean("include_usage"),
-        f"user {user}" if user else f"host {host}",
+        f"host {host}",
+        user or "",
         time.monotonic() + limits.seconds,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -18,7 +19,7 @@ from .settings import ServerSettings
 async def tokenize(request: Request, generator: Generator, settings: ServerSettings) -> Response:
     """Return the tokens of a prompt, or of the messages of a chat."""
     body, limits = await read_body(request, settings.limits), settings.limits
-    loop, folder = asyncio.get_running_loop(), generator.folder
+    loop = asyncio.get_running_loop()
     shows = body.boolean("return_token_strs")
     if body.get("messages") is not None:
         ids = await chat_tokens(body, generator, limits)
@@ -29,12 +30,17 @@ async def tokenize(request: Request, generator: Generator, settings: ServerSetti
         ids = await loop.run_in_executor(generator.preparing, _encode, generator, text, whole) if prompt else ()
     said: dict[str, Any] = {"count": len(ids), "max_model_len": generator.engine.context, "tokens": ids}
     if shows:
-        said["token_strs"] = [folder.tokenizer.id_to_token(token) for token in ids]
-    return json_response(said)
+        said["token_strs"] = await loop.run_in_executor(generator.preparing, _names, generator, ids)
+    return await loop.run_in_executor(generator.preparing, json_response, said)
 
 
 def _encode(generator: Generator, text: str, whole: bool) -> tuple[int, ...]:
     return generator.folder.encode(text, whole=whole)
+
+
+def _names(generator: Generator, tokens: Sequence[int]) -> list[str | None]:
+    name = generator.folder.tokenizer.id_to_token
+    return [name(token) for token in tokens]
 
 
 async def detokenize(request: Request, generator: Generator, settings: ServerSettings) -> Response:
