@@ -127,7 +127,7 @@ def _other_weights(folder: Path) -> str:
         )
     gguf = sorted(folder.glob("*.gguf"))
     if gguf:
-        return f"; it holds {gguf[0].name}: a GGUF file of a decoder can be imported: ortolan import"
+        return f"; it holds a GGUF file: import it with ortolan import, or serve it with ortolan serve {gguf[0]}"
     return "; export a model to ONNX first: optimum-cli export onnx --model MODEL FOLDER"
 
 

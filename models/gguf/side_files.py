@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 from ..graph_builder import ModelBuildError
@@ -9,6 +10,7 @@ from ..llama_config import LlamaConfig
 from .model import ARCHITECTURES, GgufModel
 from .tokenizer import TokenizerFacts
 
+_SAMPLING_KEYS = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
@@ -20,7 +22,7 @@ def side_files(model: GgufModel, facts: TokenizerFacts, tokens: list[str]) -> di
     """
     return {
         "config.json": {**config_fields(model.config, model.architecture), **_token_ids(model, facts)},
-        "generation_config.json": _token_ids(model, facts),
+        "generation_config.json": {**_token_ids(model, facts), **_sampling(model)},
         "tokenizer_config.json": _tokenizer_fields(model.config, facts, tokens),
     }
 
@@ -96,6 +98,13 @@ def genai_config(model: GgufModel, facts: TokenizerFacts, file_name: str, librar
             "top_p": 1.0,
         },
     }
+
+
+def _sampling(model: GgufModel) -> dict[str, Any]:
+    """Return the sampling options that the model's author recommends, if the file has any."""
+    said = {name: model.file.metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING_KEYS.items()}
+    found = {name: value for name, value in said.items() if type(value) in (int, float) and isfinite(value or 0)}
+    return {"do_sample": True, **found} if found else {}
 
 
 def _token_ids(model: GgufModel, facts: TokenizerFacts) -> dict[str, Any]:

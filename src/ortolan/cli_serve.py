@@ -51,14 +51,15 @@ Temperature = Annotated[
     float | None,
     typer.Option(
         min=0,
-        help="0 takes the likeliest token. Default: the model's generation_config.json, else 1.",
+        help="0 takes the likeliest token. Default: the model's generation_config.json, else 0.8, with top_k 40 and "
+        "min_p 0.05.",
         show_default=False,
     ),
 ]
 TopP = Annotated[
     float | None,
     typer.Option(
-        help="Keep the likeliest tokens whose probabilities add up to this. Default: the model's, else 1.",
+        help="Keep the likeliest tokens whose probabilities add up to this. Default: the model's, else 0.95.",
         show_default=False,
     ),
 ]
@@ -138,11 +139,7 @@ def serve(
     with ExitStack() as stack:
         progress = stack.enter_context(progress_bar())
 
-        def ready(url: str) -> None:
-            stack.close()  # removes the bar
-            print_step(f"serving {options.name} on {url}")
-
-        run(folder, options, progress=progress, on_ready=ready)
+        run(folder, options, progress=progress, on_ready=lambda _: stack.close(), say=print_step)  # removes the bar
 
 
 def chat(
@@ -201,12 +198,12 @@ def _options(max_tokens: int | None, temperature: float | None, top_p: float | N
 def _engine(
     folder: Path, threads: int | None, context: int | None, cache_memory: str | None
 ) -> Iterator[tuple[Engine, ModelFolder]]:
-    from .server.run import ServeOptions, open_engine, prepare_model
+    from .server.run import ServeOptions, open_engine, prepare_decoder
 
     options = ServeOptions(threads=threads, context=context, cache_bytes=read_bytes(cache_memory), max_sequences=1)
     with progress_bar() as progress:
-        prepared = prepare_model(folder, progress)
-    with open_engine(prepared, options) as opened:
+        prepared = prepare_decoder(folder, progress, print_step)
+    with open_engine(prepared, options, print_step) as opened:
         yield opened
 
 

@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .server.model_folder import ModelFolder
 
+# llama.cpp's defaults, for models that recommend nothing: small ones answer badly when any token may be drawn. The
+# server keeps OpenAI's defaults.
+_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """Options of answers. None: the model's recommendation, from generation_config.json.
+    """Options of answers. None: the model's recommendation, from generation_config.json, or else llama.cpp's default.
 
     Attributes:
         max_tokens: The most tokens of an answer. Default: what the context has room for.
@@ -35,7 +39,7 @@ class AnswerOptions:
 
     def sampling(self, defaults: Mapping[str, float]) -> SamplingOptions:
         """Return the options for the engine."""
-        chosen: dict[str, Any] = {**defaults, "seed": self.seed}
+        chosen: dict[str, Any] = {**(defaults or _SAMPLING), "seed": self.seed}
         if "top_k" in chosen:
             chosen["top_k"] = int(chosen["top_k"])
         for name in ("temperature", "top_p"):

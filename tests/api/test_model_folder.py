@@ -131,7 +131,7 @@ def test_folders_with_several_models(folder, tmp_path):
     with pytest.raises(ModelError, match="holds no ONNX file, expected one"):
         ortolan.inspect_onnx(folder)
     for name, advice in (
-        ("model.gguf", "it holds model.gguf: a GGUF file of a decoder can be imported: ortolan import"),
+        ("model.gguf", r"it holds a GGUF file: import it .*ortolan serve .*model\.gguf"),
         ("model.safetensors", r"it holds PyTorch weights \(model.safetensors\): export the model first, with"),
     ):
         (folder / name).write_bytes(b"")

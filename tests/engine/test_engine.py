@@ -25,7 +25,7 @@ from ortolan.engine import (
     TokenLogprobs,
 )
 from ortolan.engine.text import Detokenizer
-from ortolan.errors import ArgumentError, OrtolanError
+from ortolan.errors import ArgumentError, ArgumentTypeError, OrtolanError
 
 from .letters import letters
 from .simulation import check_step
@@ -502,6 +502,8 @@ def test_requests_that_do_not_fit_the_model_are_refused(engine: Engine) -> None:
         engine.submit(Request((1,), 5, stop=("x",)))
     with pytest.raises(ArgumentError, match="max_queue is 0"):
         Engine(engine.model, sampler=SmallSampler(), max_queue=0)
+    with pytest.raises(ArgumentTypeError, match=r"tokenizer is a str, expected a tokenizers\.Tokenizer"):
+        Engine(engine.model, sampler=SmallSampler(), tokenizer="tokenizer.json")  # type: ignore[arg-type]
 
 
 def test_stats(engine: Engine) -> None:

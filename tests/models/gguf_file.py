@@ -90,7 +90,8 @@ def write(
     writer.add_eos_token_id(1)
     writer.add_chat_template(TEMPLATE)
     for key, value in (metadata or {}).items():
-        (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
+        add = {str: writer.add_string, float: writer.add_float32}.get(type(value), writer.add_uint32)
+        add(key, value)
     count = 0
     for name, array in in_file(weights, architecture, config).items():
         kind = "F32"

@@ -227,7 +227,9 @@ def test_the_default_cache_is_a_quarter_of_the_memory(
 def test_limits_of_context_and_cache(files: tuple[Path, Path]) -> None:
     model = open_model(files[1], blocks=3)
     assert model.context <= 48 and model.blocks == 3
-    with pytest.raises(ArgumentError, match="give more cache memory or a shorter context"):
+    with pytest.raises(
+        ArgumentError, match=r"give more cache memory \(--cache-memory, cache_bytes\) or a shorter context"
+    ):
         PagedModel.open(files[1], context=64, cache_bytes=3 * model.block_bytes)
     with pytest.raises(ArgumentError, match="give more cache memory"):
         PagedModel.open(files[1], cache_bytes=10)

@@ -143,11 +143,11 @@ def scripted_application(
 
 
 @contextmanager
-def running(application, drain_seconds=5):
+def running(application, drain_seconds=5, say=None):
     """Run an application in a thread on the loopback interface; yield the server, with its address as `url`."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        server = make_server(application, drain_seconds)
+        server = make_server(application, drain_seconds, say=say)
         server.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()

@@ -137,6 +137,26 @@ def test_an_answer_that_is_cut_within_the_arguments():
     assert every_cut(lambda: PARSERS[HERMES](["f"]), text) == ("", "", [("f", '{"a": "b')])
 
 
+@pytest.mark.parametrize(
+    ("family", "call"),
+    [
+        (HERMES, CALLS[HERMES][0][0]),
+        *((MISTRAL, CALLS[MISTRAL][index][0]) for index in (0, 3)),
+        (LLAMA, CALLS[LLAMA][3][0]),
+    ],
+)
+def test_an_answer_that_is_cut_does_not_show_a_part_of_a_call(family, call):
+    call = call.removeprefix("I call.")
+    for end in range(1, len(call)):
+        parser = PARSERS[family](["weather"])
+        _, content, calls = joined(parser.feed("Well, " + call[:end]) + parser.finish(cut=True))
+        assert content == "Well,"
+        assert ('"weather"' in call[:end] or "weather[ARGS]{" in call[:end]) <= bool(calls)
+    for text in ("Well, ", '{"a": 1', "a < b"):
+        parser = PARSERS[family](["weather"])
+        assert joined(parser.feed(text) + parser.finish(cut=True)) == ("", text, [])
+
+
 @given(st.sampled_from(sorted(CALLS)), st.text('[]{}"\\:, ab<|>/', max_size=30), st.lists(st.integers(1, 99)))
 def test_any_text(family, text, cuts):
     marker = PARSERS[family].start

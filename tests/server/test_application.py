@@ -95,7 +95,11 @@ REFUSED = [
     (CHAT, chat(response_format={}), "response_format.type", "missing"),
     (CHAT, chat(response_format={"type": "xml"}), "response_format.type", "json_schema"),
     (CHAT, chat(response_format={"type": "json_schema"}), "response_format.json_schema", "missing"),
-    (CHAT, schema({"type": "x"}), "response_format", "compiled"),
+    *(
+        (path, {**schema(wrong), **asked}, "response_format.json_schema.schema", said)
+        for path, asked in ((CHAT, {}), (COMPLETE, {"prompt": "a"}))
+        for wrong, said in (({"type": "x"}, "Invalid type: x"), ({"uniqueItems": True}, 'keys: ["uniqueItems"]'))
+    ),
     (CHAT, schema({"x": "y" * 70000}), "response_format", "bytes"),
     (CHAT, chat(chat_template_kwargs={"a b": 1}), "chat_template_kwargs", "names"),
     (CHAT, chat(chat_template_kwargs={"a": [1]}), "chat_template_kwargs", "an array of 1"),
@@ -164,6 +168,8 @@ def test_unknown_paths_and_methods(client):
         assert refused.status_code == status
         assert refused.json()["error"]["message"]
     assert client.get(CHAT).headers["allow"] == "POST"
+    for path in ("/chat/completions", "/models"):
+        assert client.post(path, json={}).json()["error"]["message"].endswith("Not Found; base_url must end with /v1")
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETE])
@@ -459,13 +465,17 @@ def test_the_end_of_the_server():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_answers_that_do_not_end_in_time_are_cancelled(stream):
-    with scripted_application() as application, running(application, drain_seconds=0.1) as server:
+@pytest.mark.parametrize("seconds", [0.1, 600])
+def test_answers_are_cancelled_after_some_time_or_a_second_signal(stream, seconds):
+    said = []
+    with scripted_application() as application, running(application, seconds, said.append) as server:
         connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
         with held(application):
             connection.request("POST", CHAT, json.dumps(chat("a" * 1000, stream=stream)))
             wait_for(lambda: application.engine.stats().running_sequences == 1)
-            server.begin_drain()
+            server.handle_exit(signal.SIGINT, None)
+            if seconds == 600:
+                server.handle_exit(signal.SIGINT, None)
             time.sleep(0.5)
         answer = connection.getresponse()
         text = answer.read().decode()
@@ -476,12 +486,15 @@ def test_answers_that_do_not_end_in_time_are_cancelled(stream):
             assert answer.status == 503
             error = json.loads(text)
         assert "shutting down" in error["error"]["message"]
+        wait_for(lambda: server.should_exit)
+        assert not server.force_exit
+    assert said == [f"shutting down: 1 answer may take up to {seconds:g} s; Ctrl-C again stops at once"]
 
 
-def test_a_second_signal_ends_at_once():
+def test_a_third_signal_ends_at_once():
     with scripted_application() as application, running(application, drain_seconds=600) as server:
-        server.handle_exit(signal.SIGINT, None)
-        server.handle_exit(signal.SIGINT, None)
+        for _ in range(3):
+            server.handle_exit(signal.SIGINT, None)
         assert server.should_exit
         assert server.force_exit
 

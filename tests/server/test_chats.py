@@ -147,6 +147,20 @@ def test_calls_that_must_be_made(client, choice, names, stream):
     assert name in names
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_cut(http, stream):
+    for most in range(1, 16):
+        asked = say("hello", tools=[WEATHER], tool_choice="required", max_tokens=most, temperature=0, stream=stream)
+        answer = http.post("/v1/chat/completions", json=asked)
+        if stream:
+            found = [one["choices"][0] for one in events(answer.text)[:-1]]
+            content = "".join(one["delta"].get("content") or "" for one in found)
+        else:
+            found = answer.json()["choices"]
+            content = found[0]["message"]["content"] or ""
+        assert (content, found[-1]["finish_reason"]) == ("", "length")
+
+
 def test_tool_choice_none_shows_no_tools(http):
     answer = http.post("/v1/chat/completions", json=say("weather?", tools=[WEATHER], tool_choice="none")).json()
     assert answer["choices"][0]["message"]["content"].endswith(CALL.replace("Oslo", "Rome"))

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import onnx
 import onnx_ir as ir
@@ -24,6 +25,7 @@ from ortolan.cli import app  # noqa: E402
 from ortolan.cli_serve import read_bytes  # noqa: E402
 from ortolan.conversation import AnswerOptions, Conversation, complete  # noqa: E402
 from ortolan.errors import ArgumentError, ModelError, OrtolanError  # noqa: E402
+from ortolan.importer import import_gguf  # noqa: E402
 from ortolan.models import tiny  # noqa: E402
 from ortolan.server.conversion import model_kind, serving_folder  # noqa: E402
 from ortolan.server.model_folder import read_model_folder  # noqa: E402
@@ -93,6 +95,34 @@ def test_a_gguf_file_is_converted_once(tmp_path):
     assert found == serving_folder(path, tmp_path / "cache")
     assert model_kind(found) == "serving"
     assert read_model_folder(found).template is not None
+    assert read_model_folder(found).sampling == {}
+
+
+def test_a_link_to_a_file_keeps_its_name(tmp_path, monkeypatch):
+    write_gguf(tmp_path / "blob", CONFIGS["llama"])
+    link = tmp_path / "tiny-0.5B.gguf"
+    link.symlink_to("blob")
+    assert model_name(link) == "tiny-0.5B"
+    assert serving_folder(link, tmp_path / "cache").name.startswith("tiny-0.5B-")
+    monkeypatch.chdir(tmp_path)
+    assert model_name(Path()) == tmp_path.name
+
+
+def test_sampling_options_of_a_gguf_file(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    said = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.min_p": float("nan")}
+    write_gguf(path, CONFIGS["llama"], metadata=said)
+    folder = serving_folder(path, tmp_path / "cache")
+    assert read_model_folder(folder).sampling == {"temperature": 0.5, "top_k": 20}
+    assert json.loads((folder / "generation_config.json").read_text())["do_sample"] is True
+
+
+def test_sampling_options_in_the_terminal():
+    """A model that recommends nothing gets llama.cpp's defaults, unlike in the server."""
+    found = AnswerOptions(temperature=0.3).sampling({})
+    assert (found.temperature, found.top_k, found.top_p, found.min_p) == (0.3, 40, 0.95, 0.05)
+    found = AnswerOptions().sampling({"top_k": 20.0})
+    assert (found.temperature, found.top_k, found.top_p, found.min_p) == (1, 20, 1, 0)
 
 
 def test_models_that_cannot_be_served(tmp_path):
@@ -104,6 +134,26 @@ def test_models_that_cannot_be_served(tmp_path):
     (tmp_path / "model.onnx").write_bytes(b"\xff\xff")
     with pytest.raises(ModelError, match="cannot be read"):
         prepare_model(tmp_path)
+    (tmp_path / "model.onnx").unlink()
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(ModelError, match=re.escape(f"ortolan serve {tmp_path / 'm.gguf'}")):
+        prepare_model(tmp_path)
+
+
+def test_a_folder_that_was_imported_without_the_form_for_serving(tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", CONFIGS["llama"])
+    import_gguf(tmp_path / "tiny.gguf", tmp_path / "imported")
+    with pytest.raises(ModelError, match=r"give the GGUF file .* --serve"):
+        prepare_model(tmp_path / "imported")
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_an_encoder_does_not_chat(command, tmp_path):
+    write_wordpiece(tmp_path / "tokenizer.json")
+    write_reranker(tmp_path, vocab_size=256)
+    found = invoke(command, tmp_path, *(["hi"] if command == "generate" else []))
+    assert found.exit_code == 1
+    assert "expected a decoder; use ortolan embed, rerank or serve" in found.output
 
 
 def test_what_a_folder_says(prepared):
@@ -175,6 +225,12 @@ def test_a_port_in_use(folder):
             serve(folder, ServeOptions(port=taken.getsockname()[1]))
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_a_host_that_the_machine_has_not(folder, host):
+    with pytest.raises(OrtolanError, match=f"cannot listen on {host} .*; choose another with --host"):
+        serve(folder, ServeOptions(host=host, port=0))
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_command_serve(prepared, number):
     command = [sys.executable, "-m", "ortolan", "serve", str(prepared), "--port", "0", "--threads", "1"]
@@ -183,7 +239,9 @@ def test_the_command_serve(prepared, number):
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             line = process.stderr.readline()
-            url = re.fullmatch(r"serving mine on (http://127\.0\.0\.1:\d+)\n", line)[1]
+            url = re.fullmatch(
+                r"serving mine on (http://127\.0\.0\.1:\d+) \(context 128 tokens, cache 4\.0 MiB\)\n", line
+            )[1]
             with pytest.raises(openai.AuthenticationError):
                 openai.OpenAI(base_url=f"{url}/v1", api_key="wrong").models.list()
             client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret")
@@ -194,9 +252,9 @@ def test_the_command_serve(prepared, number):
             assert 1 <= answer.usage.completion_tokens <= 5
             process.send_signal(number)
             assert process.wait(60) == 0
+            assert process.stderr.read() == "shutting down\n"
         finally:
             process.kill()
-    assert process.stderr.closed or process.stderr.read() == ""
 
 
 def invoke(*arguments, **options):
@@ -284,6 +342,25 @@ def test_a_prompt_without_a_template():
         assert "".join(complete(application.engine, folder, "aaa", AnswerOptions(max_tokens=4))) == "aaaa"
         with pytest.raises(OrtolanError, match="chat template"):
             list(Conversation(application.engine, folder).say("x"))
+
+
+def test_lines_at_the_start(folder, tmp_path, monkeypatch):
+    """A conversion, and a cache that is too small for the model's context."""
+    monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path))
+    said = []
+    converted = prepare_model(folder, say=said.append)
+    assert prepare_model(folder, say=said.append) == converted
+    assert said == ["converting small to the form for serving (once)"]
+    with open_engine(converted, ServeOptions(threads=1), said.append) as (engine, _):
+        block, limit = engine.model.block_bytes, engine.model.limit
+    assert len(said) == 1
+    with open_engine(converted, ServeOptions(threads=1, cache_bytes=2 * block), said.append):
+        assert said[1:] == [f"context is 32 of the model's {limit} tokens, because of --cache-memory"]
+    with (
+        pytest.raises(ArgumentError, match="--cache-memory"),
+        open_engine(converted, ServeOptions(cache_bytes=block - 1)),
+    ):
+        pass
 
 
 def test_the_engine_is_closed_at_the_end(prepared):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ArgumentError, OrtolanError, one_line
+from ..errors import ArgumentError, OrtolanError, one_line, wrong_type
 from .choice import Choice
 from .requests import EngineClosedError, ErrorKind, FinishReason, QueueFullError, Request
 from .rows import Sampled, TokenSampler
@@ -74,8 +74,12 @@ class Engine:
                 the tokens that the pools hold, or 2**20 tokens if that is more.
 
         Raises:
+            ArgumentTypeError: The tokenizer is of a different library.
             ArgumentError: A number is out of range.
         """
+        if tokenizer is not None and not hasattr(tokenizer, "get_added_tokens_decoder"):
+            expected = "a tokenizers.Tokenizer; load one with tokenizers.Tokenizer.from_file('tokenizer.json')"
+            raise wrong_type("tokenizer", tokenizer, expected)
         if max_queue < 1:
             raise ArgumentError(f"max_queue is {max_queue}, expected at least 1")
         self.model = model

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -41,6 +42,8 @@ _LIMITS = {
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _CACHED_GRAMMARS = 32
 _MOST_MESSAGE = 300  # characters
+_SCHEMA_ERROR = "failed to compile JSON schema: "
+_QUOTED_LINE = re.compile(r"\n\s*\d+ \| ")  # of the grammar, below the reason
 
 
 def json_expression(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
@@ -278,8 +281,15 @@ def _check(grammar: str, special_tokens: list[str], name: str) -> None:
 
 
 def _message(error: str) -> str:
-    """Return llguidance's message in one line, without its dump of the parser and long quotes of the grammar."""
-    message = " ".join(error.split("<non-verbose/>")[0].split())
+    """Return llguidance's message in one line, without its dump of the parser.
+
+    For a JSON schema, return only the reason: the client did not write the grammar around the schema.
+    """
+    message = error.split("<non-verbose/>")[0]
+    _, is_schema, reason = message.partition(_SCHEMA_ERROR)
+    if is_schema:
+        message = _QUOTED_LINE.split(reason)[0]
+    message = " ".join(message.split())
     if message.startswith("NoExtension") or not message:
         return "no text matches it"
     return message if len(message) <= _MOST_MESSAGE else f"{message[:_MOST_MESSAGE]} …"

@@ -35,6 +35,7 @@ class PagedModel:
     Attributes:
         vocabulary: The number of token ids.
         context: The most tokens of a sequence.
+        limit: The model's own limit of the context; None: it has none.
         blocks: The number of blocks in each pool.
         block_bytes: The bytes of one block in all pools together.
     """
@@ -77,7 +78,7 @@ class PagedModel:
         self._types = {value.name: _TYPES[value.type] for value in session.get_inputs() if value.type in _TYPES}
         self.vocabulary: int = vocabulary[0]
         self.block_bytes = sum(int(np.prod(shape)) for shape in shapes.values()) * _BF16_BYTES
-        limit = int(metadata[CONTEXT_KEY]) if CONTEXT_KEY in metadata else None
+        self.limit = limit = int(metadata[CONTEXT_KEY]) if CONTEXT_KEY in metadata else None
         if context is not None and limit is not None and not 1 <= context <= limit:
             raise ArgumentError(f"context is {context}, expected 1 to the model's {limit} tokens")
         wanted = context or limit
@@ -90,7 +91,7 @@ class PagedModel:
             needed = _blocks(context or 1) * self.block_bytes
             raise ArgumentError(
                 f"the cache has {cache_bytes} bytes, but a sequence of {context or 1} tokens needs {needed}; give more "
-                "cache memory or a shorter context"
+                "cache memory (--cache-memory, cache_bytes) or a shorter context"
             )
         self.context = min(wanted or self.blocks * BLOCK_TOKENS, self.blocks * BLOCK_TOKENS)
         self._allocate(shapes)

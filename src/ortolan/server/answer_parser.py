@@ -46,10 +46,10 @@ class AnswerParser:
             return []
         return self._parsed([Piece(CONTENT, text)] if self._thoughts is None else self._thoughts.feed(text))
 
-    def finish(self) -> list[Piece]:
-        """Return what was held back, after the last text."""
+    def finish(self, cut: bool = False) -> list[Piece]:
+        """Return what was held back, after the last text. cut: the answer was cut."""
         pieces = self._parsed([] if self._thoughts is None else self._thoughts.finish())
-        return pieces if self._calls is None else pieces + self._wanted(self._calls.finish())
+        return pieces if self._calls is None else pieces + self._wanted(self._calls.finish(cut))
 
     def _parsed(self, pieces: list[Piece]) -> list[Piece]:
         """Pass content on to the parser of calls."""

@@ -228,4 +228,5 @@ async def compiled(generator: Generator, source: str, param: str) -> Grammar:
     try:
         return await loop.run_in_executor(generator.compiling, generator.compile, source)
     except ArgumentError as error:
-        raise ApiError(400, f"{param} cannot be compiled: {error}", param=param) from None
+        reason = str(error).removeprefix("the grammar: ")
+        raise ApiError(400, f"{param} cannot be compiled: {reason}", param=param) from None

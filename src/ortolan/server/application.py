@@ -29,6 +29,7 @@ from .token_routes import detokenize, tokenize
 if TYPE_CHECKING:
     from .settings import ServerSettings
 
+_WITHOUT_VERSION = ("/chat/completions", "/completions", "/embeddings", "/models")  # of a wrong base_url
 _Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -38,6 +39,7 @@ class Application:
     Attributes:
         asgi: The Starlette application.
         drain: The requests that have not ended.
+        sizes: The sizes of a decoder's context and cache, for people; empty without a decoder.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Application:
             encoder_name: Its name in answers. Default: the name in the settings.
         """
         self.drain = Drain()
+        self.sizes = ""
         self._settings, self._generator, self._created = settings, generator, int(time.time())
         self._metrics = Metrics(None if generator is None else generator.engine.stats)
         self._encoder_name = encoder_name or settings.name
@@ -179,7 +182,9 @@ async def _refuse(_: Request, error: Exception) -> Response:
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    found = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
+    path = request.url.path
+    advice = "; base_url must end with /v1" if error.status_code == 404 and path in _WITHOUT_VERSION else ""
+    found = ApiError(error.status_code, f"{request.method} {path[:200]}: {error.detail}{advice}")
     response = error_response(found)
     response.headers.update(error.headers or {})
     return response

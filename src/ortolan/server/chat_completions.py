@@ -23,7 +23,7 @@ from .pieces import CALL, Piece
 from .reasoning import prompt_state
 from .request_options import CommonOptions, ends_in_time, read_common
 from .settings import Limits, ServerSettings
-from .structured import FORMAT, response_body
+from .structured import FORMAT, SCHEMA, response_body
 from .token_texts import TokenTexts
 
 _MOST_VARIABLES = 64  # of a chat template, in one request
@@ -102,7 +102,7 @@ def _read(body: Fields, generator: Generator, limits: Limits, host: str) -> _Cha
     if most and not wanted:
         raise ApiError(400, f"top_logprobs is {most}, expected none without logprobs true", param="top_logprobs")
     logprobs = most if wanted else None
-    rules, param = response_body(body, limits), FORMAT
+    rules, param = response_body(body, limits), SCHEMA
     if rules is not None and tools.functions and not tools.must:
         raise ApiError(
             400,
@@ -206,7 +206,7 @@ class _Choice:
         """Return the pieces that an output completes."""
         pieces = self._parser.feed(output.text)
         if output.finish_reason is not None:
-            pieces += self._parser.finish()
+            pieces += self._parser.finish(cut=output.finish_reason != "stop")
         self._called |= any(piece.kind == CALL for piece in pieces)
         if output.finish_reason is not None:
             reason = ends_in_time(output.finish_reason)

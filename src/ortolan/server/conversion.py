@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ModelError, missing_model
 
@@ -23,10 +23,14 @@ def model_kind(path: Path) -> Kind:
     Raises:
         ModelError: The model cannot be read, or has another version of the form for serving.
     """
+    return _kind(_load(path))
+
+
+def _load(path: Path) -> Any:
+    """Load a file or a folder's model, without its weights."""
     import onnx_ir as ir
 
     from ortolan.graph_passes.files.model_file import model_in
-    from ortolan.graph_passes.serve.form import is_serving_form
 
     file = model_in(path) if path.is_dir() else path
     try:
@@ -35,13 +39,21 @@ def model_kind(path: Path) -> Kind:
         raise ModelError(f"model {str(file)!r} cannot be read: {error}") from None
     if not model.graph.inputs:
         raise ModelError(f"{str(file)!r} is not an ONNX model: it has no inputs")
+    return model
+
+
+def _kind(model: Any) -> Kind:
+    from ortolan.graph_passes.serve.form import is_serving_form
+
     if is_serving_form(model):
         return "serving"
     cached = any((value.name or "").startswith("past_key_values.") for value in model.graph.inputs)
     return "decoder" if cached else "encoder"
 
 
-def serving_folder(source: Path, cache: Path, progress: Progress | None = None) -> Path:
+def serving_folder(
+    source: Path, cache: Path, progress: Progress | None = None, say: Callable[[str], None] | None = None
+) -> Path:
     """Return a folder with a decoder in the form for serving.
 
     A GGUF file, and a folder with another form, are converted into the cache folder. A later call with the same files
@@ -51,6 +63,7 @@ def serving_folder(source: Path, cache: Path, progress: Progress | None = None) 
         source: A GGUF file, a folder with a decoder, or a folder that has the form for serving already.
         cache: The cache folder.
         progress: As for `optimize_onnx`.
+        say: Called with a line if a conversion begins.
 
     Raises:
         OrtolanError: The model cannot be read or converted.
@@ -61,9 +74,11 @@ def serving_folder(source: Path, cache: Path, progress: Progress | None = None) 
     if not is_gguf:
         if not source.is_dir():
             raise ModelError(f"{str(source)!r} is a file, expected a folder with model.onnx, or a .gguf file")
-        if model_kind(source) == "serving":
+        model = _load(source)
+        if _kind(model) == "serving":
             return source
-    path = source.resolve()
+        _require_original(model, source)
+    path = Path(os.path.abspath(source))  # the name that the user typed, not that of a link's target
     # A folder's name may have dots, as in Qwen2.5-0.5B, which do not begin a suffix.
     target = cache / "serving" / f"{path.stem if is_gguf else path.name}-{_fingerprint(source)}"
     if target.is_dir():
@@ -71,8 +86,20 @@ def serving_folder(source: Path, cache: Path, progress: Progress | None = None) 
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.with_name(f"{target.name}.lock")):
         if not target.is_dir():  # another process may have made it meanwhile
+            if say is not None:
+                say(f"converting {path.name} to the form for serving (once)")
             _convert(source, target, is_gguf, progress)
     return target
+
+
+def _require_original(model: Any, source: Path) -> None:
+    from ortolan.graph_passes.passes.normalize import optimized_with
+
+    if optimized_with(model) is not None:
+        raise ModelError(
+            f"{str(source)!r} was optimized without the form for serving; give the GGUF file or the original folder "
+            "instead, or make it again with --serve (ortolan import or optimize)"
+        )
 
 
 def _convert(source: Path, target: Path, is_gguf: bool, progress: Progress | None) -> None:

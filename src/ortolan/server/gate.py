@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import re
 import secrets
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -33,12 +33,12 @@ class Drain:
         """Start without requests."""
         self.active, self.begun = 0, False
 
-    async def wait(self, seconds: float) -> bool:
-        """Return True when no request is active; False after some seconds."""
+    async def wait(self, seconds: float, hurried: Callable[[], bool] = lambda: False) -> bool:
+        """Return True when no request is active; False after some seconds, or when `hurried` returns True."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         while self.active:
-            if loop.time() >= end:
+            if loop.time() >= end or hurried():
                 return False
             await asyncio.sleep(0.05)
         return True

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..cache_folder import default_cache_dir
 from ..errors import OrtolanError
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from ..engine import Engine
+    from ..engine.model import PagedModel
     from ..progress import Progress
     from .application import Application
     from .model_folder import ModelFolder
@@ -70,6 +72,7 @@ def serve(
     *,
     progress: Progress | None = None,
     on_ready: Callable[[str], None] | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> None:
     """Serve a model until the process gets SIGINT or SIGTERM.
 
@@ -79,6 +82,7 @@ def serve(
         options: Options.
         progress: Of the conversion, as for `optimize_onnx`.
         on_ready: Called with the server's address when it accepts requests.
+        say: Called with lines for the person who started the server.
 
     Raises:
         OrtolanError: A model cannot be opened, a package is missing, or the port is in use.
@@ -92,16 +96,24 @@ def serve(
         # The port first: opening models may take a minute.
         listening = stack.enter_context(_listen(chosen.host, chosen.port))
         named = replace(chosen, name=chosen.name or model_name(Path(model)))
-        application = stack.enter_context(open_application(prepare_model(Path(model), progress), named))
-        server = make_server(
-            application, chosen.drain_seconds, None if on_ready is None else _told(on_ready, listening)
-        )
+        prepared = prepare_model(Path(model), progress, say)
+        application = stack.enter_context(open_application(prepared, named, say))
+
+        def ready() -> None:
+            url = _url(listening)
+            if on_ready is not None:
+                on_ready(url)
+            if say is not None:
+                sizes = f" ({application.sizes})" if application.sizes else ""
+                say(f"serving {named.name} on {url}{sizes}")
+
+        server = make_server(application, chosen.drain_seconds, ready, say)
         server.run(sockets=[listening])
 
 
-def _told(on_ready: Callable[[str], None], listening: socket.socket) -> Callable[[], None]:
+def _url(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
-    return lambda: on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _require_packages() -> None:
@@ -126,12 +138,19 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
         try:
             listening.bind((host, port))
         except (OSError, OverflowError) as error:
-            raise OrtolanError(f"cannot listen on {host} port {port}: {error}; choose another with --port") from None
+            of_port = isinstance(error, OverflowError) or error.errno in (errno.EADDRINUSE, errno.EACCES)
+            option = "--port" if of_port else "--host"
+            raise OrtolanError(f"cannot listen on {host} port {port}: {error}; choose another with {option}") from None
         yield listening
 
 
-def prepare_model(model: Path, progress: Progress | None = None) -> Path:
+def prepare_model(model: Path, progress: Progress | None = None, say: Callable[[str], None] | None = None) -> Path:
     """Return the folder of a model that can be served: an encoder unchanged, a decoder converted if necessary.
+
+    Args:
+        model: The model.
+        progress: As for `serve`.
+        say: Called with a line if a conversion begins.
 
     Raises:
         OrtolanError: The model cannot be read or converted.
@@ -140,12 +159,33 @@ def prepare_model(model: Path, progress: Progress | None = None) -> Path:
 
     if model.suffix != ".gguf" and model.exists() and model_kind(model) == "encoder":
         return model
-    return serving_folder(model, default_cache_dir(), progress)
+    return serving_folder(model, default_cache_dir(), progress, say)
+
+
+def prepare_decoder(model: Path, progress: Progress | None = None, say: Callable[[str], None] | None = None) -> Path:
+    """Return the folder of a decoder in the form for serving, converted if necessary. Arguments as `prepare_model`.
+
+    Raises:
+        OrtolanError: The model is an encoder, or cannot be read or converted.
+    """
+    from .conversion import model_kind
+
+    prepared = prepare_model(model, progress, say)
+    if model_kind(prepared) == "encoder":
+        raise OrtolanError(
+            f"{str(model)!r} is an embedding model or a reranker, expected a decoder; use ortolan embed, rerank or "
+            "serve"
+        )
+    return prepared
 
 
 @contextmanager
-def open_application(model: Path, options: ServeOptions) -> Iterator[Application]:
-    """Open the models that `prepare_model` returned, and close the engine at the end."""
+def open_application(
+    model: Path, options: ServeOptions, say: Callable[[str], None] | None = None
+) -> Iterator[Application]:
+    """Open the models that `prepare_model` returned, and close the engine at the end. say: as for `open_engine`."""
+    from ortolan.graph_passes.report.figures import human_bytes
+
     from ..engines import EncoderEngine
     from .application import Application
     from .conversion import model_kind
@@ -163,19 +203,33 @@ def open_application(model: Path, options: ServeOptions) -> Iterator[Application
         return
     encoder = None if options.encoder is None else EncoderEngine(options.encoder, threads=threads)
     encoder_name = None if options.encoder is None else model_name(options.encoder)
-    with open_engine(model, options) as (engine, folder):
-        yield Application(settings, make_generator(engine, folder), encoder, encoder_name)
+    with open_engine(model, options, say) as (engine, folder):
+        application = Application(settings, make_generator(engine, folder), encoder, encoder_name)
+        cache = engine.model.blocks * cast("PagedModel", engine.model).block_bytes
+        application.sizes = f"context {engine.context} tokens, cache {human_bytes(cache)}"
+        yield application
 
 
 @contextmanager
-def open_engine(folder: Path, options: ServeOptions) -> Iterator[tuple[Engine, ModelFolder]]:
-    """Open a decoder in the form for serving, with its engine, tokenizer and chat template."""
+def open_engine(
+    folder: Path, options: ServeOptions, say: Callable[[str], None] | None = None
+) -> Iterator[tuple[Engine, ModelFolder]]:
+    """Open a decoder in the form for serving, with its engine, tokenizer and chat template.
+
+    Args:
+        folder: The folder.
+        options: Options.
+        say: Called with a line if the cache is too small for the model's context.
+    """
     from ..engine import Engine
     from ..engine.model import PagedModel
     from .model_folder import read_model_folder
 
     read = read_model_folder(folder, options.tool_calls)
     paged = PagedModel.open(folder, threads=options.threads, context=options.context, cache_bytes=options.cache_bytes)
+    if say is not None and options.context is None and paged.limit is not None and paged.context < paged.limit:
+        why = "--cache-memory" if options.cache_bytes is not None else "the machine's memory; see --cache-memory"
+        say(f"context is {paged.context} of the model's {paged.limit} tokens, because of {why}")
     with Engine(
         paged,
         tokenizer=read.tokenizer,
@@ -203,21 +257,27 @@ def make_generator(engine: Engine, folder: ModelFolder) -> Any:
 
 def model_name(model: Path) -> str:
     """Return the name of a model's folder or file."""
-    path = model.resolve()
+    path = Path(os.path.abspath(model))  # the name that the user typed, not that of a link's target
     return (path.name if path.is_dir() else path.stem) or "model"
 
 
-def make_server(application: Application, drain_seconds: float, on_ready: Callable[[], None] | None = None) -> Any:
+def make_server(
+    application: Application,
+    drain_seconds: float,
+    on_ready: Callable[[], None] | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Any:
     """Return a uvicorn server whose end is gentle.
 
     It runs until SIGINT or SIGTERM. After the first signal it answers new requests with 503, and /health too, so that a
     load balancer sends them elsewhere. When the active requests have ended, or after drain_seconds, it cancels the rest
-    and closes. A second signal ends it at once.
+    and closes. A second signal cancels them at once. A third one does not even wait for the end of their responses.
 
     Args:
         application: The application.
         drain_seconds: How long requests may continue after the first signal.
         on_ready: Called when the server accepts requests.
+        say: Called with a line when the drain begins.
     """
     import uvicorn
 
@@ -225,12 +285,15 @@ def make_server(application: Application, drain_seconds: float, on_ready: Callab
         """A server that drains."""
 
         drained: asyncio.Task[None] | None = None
+        hurried = False
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            if application.drain.begun:
-                self.force_exit = self.should_exit = True
-            else:
+            if not application.drain.begun:
                 self.begin_drain()
+            elif not self.hurried:
+                self.hurried = True
+            else:
+                self.force_exit = self.should_exit = True
 
         def begin_drain(self) -> None:
             """Take no more requests, and end the server when the active ones have ended."""
@@ -238,10 +301,13 @@ def make_server(application: Application, drain_seconds: float, on_ready: Callab
             self.loop.call_soon_threadsafe(self._start_drain)
 
         def _start_drain(self) -> None:
+            # Not in the signal's handler, which may have interrupted another print.
+            if say is not None:
+                say(_farewell(application.drain.active, drain_seconds))
             self.drained = asyncio.ensure_future(self._drain())
 
         async def _drain(self) -> None:
-            if not await application.drain.wait(drain_seconds):
+            if not await application.drain.wait(drain_seconds, lambda: self.hurried):
                 application.cancel_all()
                 await application.drain.wait(_CLOSING_SECONDS)
             self.should_exit = True
@@ -261,3 +327,10 @@ def make_server(application: Application, drain_seconds: float, on_ready: Callab
             server_header=False,
         )
     )
+
+
+def _farewell(active: int, drain_seconds: float) -> str:
+    if not active:
+        return "shutting down"
+    answers = "1 answer" if active == 1 else f"{active} answers"
+    return f"shutting down: {answers} may take up to {drain_seconds:g} s; Ctrl-C again stops at once"

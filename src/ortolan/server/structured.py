@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _TYPES = ("text", "json_object", "json_schema")
 FORMAT = "response_format"
+SCHEMA = f"{FORMAT}.json_schema.schema"  # the only part that may fail to compile
 
 
 def response_body(body: Fields, limits: Limits) -> str | None:
@@ -38,9 +39,7 @@ def response_body(body: Fields, limits: Limits) -> str | None:
     named = given.fields("json_schema")
     schema = named.fields("schema") if named is not None else None
     if named is None or schema is None:
-        raise ApiError(
-            400, f"{FORMAT}.json_schema.schema is missing, expected a JSON schema", param=f"{FORMAT}.json_schema"
-        )
+        raise ApiError(400, f"{SCHEMA} is missing, expected a JSON schema", param=f"{FORMAT}.json_schema")
     if len(orjson.dumps(schema.given)) > limits.schema_bytes:
         raise ApiError(
             400, f"{FORMAT} has a schema of more than {limits.schema_bytes} bytes; send a smaller one", param=FORMAT
@@ -53,4 +52,4 @@ async def response_grammar(body: Fields, generator: Generator, limits: Limits) -
     source = response_body(body, limits)
     if source is None:
         return None
-    return await compiled(generator, with_thoughts(source, None, "free", ()), FORMAT)
+    return await compiled(generator, with_thoughts(source, None, "free", ()), SCHEMA)

@@ -49,6 +49,7 @@ class ToolCallParser:
         self.calls = 0
         self._begun = False  # the open call was told
         self._fresh = False  # no content was told since the last call
+        self._cut = False  # the answer ended early, so that an incomplete marker or call is not content
         self._reader = CallReader()
         self._step = self._content
         self._pieces: list[Piece] = []
@@ -58,8 +59,13 @@ class ToolCallParser:
         self._text += text
         return self._run(ended=False)
 
-    def finish(self) -> list[Piece]:
-        """Return what was held back, after the last text."""
+    def finish(self, cut: bool = False) -> list[Piece]:
+        """Return what was held back, after the last text.
+
+        Args:
+            cut: The answer was cut, so that a call's marker at its end, or a part of one, is not content.
+        """
+        self._cut = cut
         return self._run(ended=True)
 
     def _run(self, ended: bool) -> list[Piece]:
@@ -83,9 +89,11 @@ class ToolCallParser:
             self._say(before.rstrip())
             self._text, self._step = rest, self._after_marker
             return True
-        kept = 0 if ended else held_back(before, self.start)
+        kept = held_back(before, self.start)
         self._text = before[len(before) - kept :]
         self._say(before[: len(before) - kept])
+        if ended and not (self._cut and self._text.strip()):
+            self._say(self._text)
         return False
 
     def _after_marker(self, ended: bool) -> bool:
@@ -110,7 +118,8 @@ class ToolCallParser:
             self.calls += 1
             self._fresh, self._step = True, self._after_call
         else:
-            self._say(self._refused_before() + reader.raw)
+            if reader.failed or not self._cut or not self._refused_before():
+                self._say(self._refused_before() + reader.raw)
             self._step = self._content
         return bool(self._text) or ended
 
@@ -134,6 +143,8 @@ class HermesParser(ToolCallParser):
             self._text = text[len(self.end) :]
         elif self.end.startswith(text) and not ended:
             return False
+        elif self.end.startswith(text) and self._cut:
+            self._text = ""
         self._step = self._content
         return True
 
@@ -159,7 +170,10 @@ class MistralParser(ToolCallParser):
             return self._open(CallReader(name=name))
         if not found and not ended and len(head) <= _LONGEST_HEAD:
             return False
-        self._say(self.start)
+        if found or not self._cut:
+            self._say(self.start)
+        else:
+            self._text = ""
         self._step = self._content
         return True
 
