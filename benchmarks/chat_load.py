@@ -140,7 +140,7 @@ class _Client:
         self._load.outcomes[outcome] += 1
 
     async def _ask(self, number: int) -> str:
-        load, began, last, text, ended = self._load, time.perf_counter(), 0.0, [], False
+        load, began, last, text, tokens = self._load, time.perf_counter(), 0.0, [], 0
         async with self._http.stream("POST", "/v1/chat/completions", json=make_chat(number)) as response:
             if response.status_code == 429 and "retry-after" in response.headers:
                 load.retry_after.append(float(response.headers["retry-after"]))
@@ -155,17 +155,16 @@ class _Client:
                 event = json.loads(line[6:])
                 if "error" in event:
                     return f"error: {event['error']['message'][:60]}"
-                now = time.perf_counter()
+                now, tokens = time.perf_counter(), (event.get("usage") or {}).get("completion_tokens", 0)
                 for choice in event["choices"]:
-                    ended = ended or choice["finish_reason"] is not None
                     if piece := choice["delta"].get("content"):
                         text.append(piece)
                         (load.between if last else load.first).append(now - (last or began))
                         last = now
             else:
                 return "stream without [DONE]"
-        if not ended:
-            return "stream without finish_reason"
+        if tokens != _TOKENS:
+            return "cut by the time limit"
         if number < _REPEATED:
             load.different += load.answers.setdefault(number, "".join(text)) != "".join(text)
         return "answered"
