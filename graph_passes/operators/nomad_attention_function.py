@@ -126,6 +126,31 @@ def capped(body: FunctionBody, scores: ir.Value) -> ir.Value:
     return op("Where", is_off, scores, op("Mul", op("Tanh", op("Div", scores, divisor)), softcap))
 
 
+def turned_pairs(
+    body: FunctionBody, x: ir.Value, cos: ir.Value, sin: ir.Value, head_dim: ir.Value, axis: int
+) -> ir.Value:
+    """Return x with the pairs (i, i + D / 2), or (2 i, 2 i + 1) if interleaved, of its last axis rotated.
+
+    cos, sin: The angles of each row, which broadcast to half of x. axis: The last axis of x.
+    """
+    op, one, two = body.op, body.integer(1), body.integer(2)
+    interleaved = body.attribute("rotary_interleaved")
+    is_interleaved = op("Cast", interleaved, to=ir.DataType.BOOL)
+    half = op("Div", head_dim, two)
+    first = op("Mul", op("Range", body.integer(0), half, one), op("Add", interleaved, one))
+    second = op("Add", first, op("Where", is_interleaved, one, half))
+    a, b = op("Gather", x, first, axis=axis), op("Gather", x, second, axis=axis)
+    turned = op(
+        "Concat",
+        op("Sub", op("Mul", a, cos), op("Mul", b, sin)),
+        op("Add", op("Mul", b, cos), op("Mul", a, sin)),
+        axis=axis,
+    )
+    index = op("Range", body.integer(0), head_dim, one)
+    woven = op("Add", op("Mul", op("Mod", index, two), half), op("Div", index, two))
+    return op("Gather", turned, op("Where", is_interleaved, woven, index), axis=axis)
+
+
 def weights_of(body: FunctionBody, scores: ir.Value, zero_hidden_rows: bool) -> ir.Value:
     """Return the softmax of scores. zero_hidden_rows: some nodes set this attribute."""
     op = body.op

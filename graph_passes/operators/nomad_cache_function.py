@@ -24,7 +24,7 @@ from .cache_formats_function import SCALE_BYTES, Int8Values, KeyCodes, reshape, 
 from .function_body import PANEL_COLUMNS, FunctionBody
 from .nomad_attention_function import ATTRIBUTES as EXACT_ATTRIBUTES
 from .nomad_attention_function import INPUTS as EXACT_INPUTS
-from .nomad_attention_function import OP_TYPE, capped, optional_attributes, scale_of, weights_of
+from .nomad_attention_function import OP_TYPE, capped, optional_attributes, scale_of, turned_pairs, weights_of
 from .prompt_cache import MAX_CHUNK, PROMPT_INPUTS, TILE_INPUTS
 from .sparse_amx_matmul_function import unpacked_bitmap
 
@@ -225,27 +225,12 @@ class _CachedAttention:
     def _rotated(self, x: ir.Value) -> ir.Value:
         """Rotate pairs (i, i + D / 2), or (2 i, 2 i + 1) if interleaved, by the angles of each token's position."""
         body, op = self._body, self._body.op
-        one, interleaved = body.integer(1), body.attribute("rotary_interleaved")
-        row = op("Range", body.integer(0), self._queries, one)
+        row = op("Range", body.integer(0), self._queries, body.integer(1))
         positions = op("Add", op("Unsqueeze", op("Add", self._past, self._prompt), body.ints(1)), row)
         cos, sin = (
             op("Unsqueeze", op("Gather", self._inputs[name], positions, axis=0), body.ints(1)) for name in _ROTARY
         )
-        is_interleaved = op("Cast", interleaved, to=ir.DataType.BOOL)
-        half = op("Div", self._head_dim, body.integer(2))
-        first = op("Mul", op("Range", body.integer(0), half, one), op("Add", interleaved, one))
-        second = op("Add", first, op("Where", is_interleaved, one, half))
-        a, b = op("Gather", x, first, axis=3), op("Gather", x, second, axis=3)
-        turned = op(
-            "Concat",
-            op("Sub", op("Mul", a, cos), op("Mul", b, sin)),
-            op("Add", op("Mul", b, cos), op("Mul", a, sin)),
-            axis=3,
-        )
-        index = op("Range", body.integer(0), self._head_dim, one)
-        two = body.integer(2)
-        woven = op("Add", op("Mul", op("Mod", index, two), half), op("Div", index, two))
-        return op("Gather", turned, op("Where", is_interleaved, woven, index), axis=3)
+        return turned_pairs(body, x, cos, sin, self._head_dim, axis=3)
 
     def _joined(self, past: ir.Value, new: ir.Value, dtype: DTypeLike = np.float32) -> ir.Value:
         """Return each sequence's past tokens, then the new ones, then zeros; [B, KV, total, row]."""
