@@ -37,8 +37,9 @@ def make_serving_form(context: PassContext, ids: np.ndarray, embed_limit: int | 
     model = context.source.model
     context.progress(Stage.SERVE, 0, 1)
     (feeds,) = read_calibration({"input_ids": ids[None, :_MOST_TOKENS]}, model)
-    decoder = open_quietly(context.candidate, library=True)
+    # Refuses first, because a recipe that changed nothing has written no candidate.
     to_serving_form(model, context.source.name)
+    decoder = open_quietly(context.candidate, library=True)
     context.write_again(embed_limit)
     for note in _compare(context.candidate, decoder, feeds):
         context.note(note)
