@@ -208,7 +208,10 @@ class LlamaParser(ToolCallParser):
         self._step = self._begin
 
     def _begin(self, ended: bool) -> bool:
-        text = self._text.lstrip()
+        return self._read_call_or_content(self._text.lstrip(), ended)
+
+    def _read_call_or_content(self, text: str, ended: bool) -> bool:
+        """Begin a call if the text, which follows separators, opens an object; else read content."""
         if text.startswith("{"):
             self._text = text
             return self._open(CallReader(self._names))
@@ -226,14 +229,7 @@ class LlamaParser(ToolCallParser):
 
     def _after_call(self, ended: bool) -> bool:
         self._marked = False
-        text = self._text.lstrip("; ,\r\n\t")
-        if text.startswith("{"):
-            self._text = text
-            return self._open(CallReader(self._names))
-        if not text and not ended:
-            return False
-        self._step = self._content
-        return True
+        return self._read_call_or_content(self._text.lstrip("; ,\r\n\t"), ended)
 
 
 PARSERS: dict[str, type[ToolCallParser]] = {one.family: one for one in (HermesParser, MistralParser, LlamaParser)}
