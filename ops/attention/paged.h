@@ -52,7 +52,7 @@ struct PagedAttentionArgs {
   const uint16_t* keys = nullptr;  // of this head, in block 0
   const uint16_t* values = nullptr;
   int64_t block_bytes = 0;  // from a block to the next one
-  // What the caller attends to after this, for prefetching: the first next_count blocks. 0: nothing.
+  // The first blocks of the next call, which the kernel prefetches. next_count 0: there is no next call.
   const int64_t* next_blocks = nullptr;
   int64_t next_count = 0;
   const uint16_t* next_keys = nullptr;

@@ -1,4 +1,4 @@
-// What the ORT adapters of attention share: names and attributes of a node, error messages, and shape inference.
+// Shared by the ORT adapters of attention: names and attributes of a node, error messages, and shape inference.
 #pragma once
 
 #include <string>

@@ -1,9 +1,8 @@
 // ORT adapter of PagedNoMADAttention: attention of chunks of several sequences, one after another, over pools of blocks
 // of keys and values that all sequences share.
 //
-//     query float [1, tokens, heads D] or [1, heads, tokens, D]; key, value: the same with kv_heads; or only query,
-//     packed
-//         as [1, tokens, (heads + 2 kv_heads) D]
+//     query float [1, tokens, heads D] or [1, heads, tokens, D]; key, value: the same with kv_heads. Without key and
+//         value, query holds all three: [1, tokens, (heads + 2 kv_heads) D]
 //     key_pool bf16 [blocks, kv_heads, D, 16], value_pool bf16 [blocks, kv_heads, 16, D]: a block has 16 tokens.
 //         Both may also have the shape [blocks, 16, kv_heads, D], which onnxruntime-genai allocates. It does not change
 //         the order of a block's elements

@@ -93,13 +93,13 @@ class Engine:
         self._most_waiting = max(_WAITING_POOLS * model.blocks * BLOCK_TOKENS, _WAITING_TOKENS)
         self._counters = Counters()
         self._finish_times: deque[float] = deque(maxlen=33)
-        # Under the condition: what other threads hand to the engine's.
+        # Other threads pass work to the engine's thread by the next fields, and hold the condition.
         self._condition = Condition()
         self._inbox: list[Stream] = []
         self._inbox_choices = self._inbox_tokens = 0
         self._cancelled: list[Stream] = []
         self._closing = self._stopping = False
-        # Of the engine's thread:
+        # Only the engine's thread uses these fields.
         self._active: dict[Choice, None] = {}
         self._deadlines: list[tuple[float, int, Choice]] = []
         self._deadline_order = count()
@@ -271,7 +271,7 @@ class Engine:
         while self._receive():
             try:
                 self._step()
-            # Of the engine itself: no request may wait forever. Panics of Rust libraries are not Exceptions.
+            # A bug of the engine must not let requests wait forever. Panics of Rust libraries are BaseExceptions.
             except BaseException as error:
                 _log.exception("a step of the engine failed; all requests end with an error")
                 self._reset(f"the engine failed: {one_line(error)}")

@@ -82,7 +82,7 @@ class Scheduler:
         self._table = np.zeros((max_sequences, width), np.int64)
         self._slots = list(range(max_sequences - 1, -1, -1))
         self._tickets = 0
-        # Of the step being planned:
+        # The fields below belong to the step that `schedule` plans.
         self._counts: dict[Sequence, int] = {}
         self._left = 0
         self._has_chunk = False
