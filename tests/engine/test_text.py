@@ -180,7 +180,7 @@ def test_text_that_was_held_back_comes_at_the_end() -> None:
 @given(st.text("ab東 ", max_size=30), st.lists(st.text("ab東 ", min_size=1, max_size=4), max_size=3))
 def test_text_ends_at_the_first_stop_string(text: str, stop: list[str]) -> None:
     pieces, result = stop_stream(text, tuple(stop))
-    # Of strings that are complete at different characters, the one that is complete first ends the answer.
+    # The stop string that is complete first ends the answer, even if another one begins earlier.
     for length in range(len(text) + 1):
         places = [at for at in (text[:length].find(one) for one in stop) if at >= 0]
         if places:

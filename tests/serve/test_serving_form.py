@@ -187,6 +187,15 @@ def test_models_that_are_no_decoders(tmp_path: Path) -> None:
     assert not (tmp_path / "out.onnx").exists()
 
 
+def test_a_recipe_that_replaces_no_attention(tmp_path: Path) -> None:
+    onnx.save(llama("gqa"), tmp_path / "model.onnx")
+    with pytest.raises(ModelError, match=r"is read by .* expected one NoMADAttention"):
+        ortolan.optimize_onnx(
+            tmp_path / "model.onnx", tmp_path / "out.onnx", recipe=ortolan.Recipe("none", "no passes", ()), serve=True
+        )
+    assert not (tmp_path / "out.onnx").exists()
+
+
 def test_a_model_without_the_form_is_refused(tmp_path: Path) -> None:
     onnx.save(llama("gqa"), tmp_path / "model.onnx")
     with pytest.raises(ModelError, match="expected the form for serving"):
