@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,31 @@ pytestmark = [
 ]
 
 
+# Runs ONNX Runtime's own operators. If the emulator cannot, it cannot judge ours either.
+WITHOUT_ORTOLAN = """
+import numpy as np, onnx, onnxruntime
+x = onnx.helper.make_tensor_value_info("x", 1, [64, 64])
+nodes = [onnx.helper.make_node("MatMul", ["x", "x"], ["m"]), onnx.helper.make_node("Softmax", ["m"], ["y"])]
+y = onnx.helper.make_tensor_value_info("y", 1, [64, 64])
+model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", [x], [y]), ir_version=8)
+onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": np.ones((64, 64), np.float32)})
+"""
+# An instruction that the CPU lacks fails each time. The emulator itself has died of this signal once, in CI.
+ATTEMPTS = 3
+
+
+def emulated(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python script in the emulator. Return code -4 means an illegal instruction; the error has the stack."""
+    command = [EMULATOR, "-cpu", "Nehalem", sys.executable, "-X", "faulthandler", "-c", script, *arguments]
+    for _ in range(ATTEMPTS):
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=600, check=False
+        )
+        if done.returncode != -signal.SIGILL:
+            break
+    return done
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the output of on_another_cpu.py in the emulator."""
@@ -40,15 +66,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     answers.main(folder, with_real=False)
     script = f"import sys; sys.path.append({str(ROOT)!r})\nfrom pathlib import Path\n"
     script += "from tests.ops.on_another_cpu import main\nmain(Path(sys.argv[1]))"
-    done = subprocess.run(
-        [EMULATOR, "-cpu", "Nehalem", sys.executable, "-c", script, str(folder)],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr  # -4 means an illegal instruction
+    done = emulated(script, str(folder))
+    if done.returncode == -signal.SIGILL and emulated(WITHOUT_ORTOLAN).returncode == -signal.SIGILL:
+        pytest.skip(f"{EMULATOR} does not run plain ONNX Runtime on this machine")
+    assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 
