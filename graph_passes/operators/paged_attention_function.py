@@ -1,8 +1,8 @@
 """PagedNoMADAttention as an ONNX function: the operator's specification, and the fallback without the library.
 
 ops/nomad_attention/op_paged.cc describes inputs and outputs. The function uses only operators whose meaning has not
-changed since opset 13 (except ReduceMax). Its operators on bfloat16 are Cast, Reshape, Gather and ScatterND, because
-ONNX Runtime has few others on CPUs.
+changed since opset 13 (except ReduceMax). Its operators on bfloat16 and int8 are Cast, Reshape, Gather and ScatterND,
+because ONNX Runtime has few others on CPUs.
 
 The pools equal the kernel's bit for bit, except for the bits of NaN. The function differs from the kernel in two ways:
 
@@ -35,8 +35,13 @@ BLOCK_TOKENS = 16  # equals kBlockTokens in ops/attention/paged.h
 _OPERANDS = ("query", "key", "value")
 _POOLS = ("key_pool", "value_pool")
 _ROTARY = ("cos", "sin")
-INPUTS = (*_OPERANDS, *_POOLS, "sequence_starts", "past_lengths", "block_table", *_ROTARY, "sinks")
-OUTPUTS = ("Y", "new_key_pool", "new_value_pool")
+_SCALES = ("key_scales", "value_scales")
+INPUTS = (*_OPERANDS, *_POOLS, "sequence_starts", "past_lengths", "block_table", *_ROTARY, "sinks", *_SCALES)
+OUTPUTS = ("Y", *(f"new_{name}" for name in (*_POOLS, *_SCALES)))
+_QUAD = 4  # dimensions of an int8 key that are adjacent
+_LARGEST = 127
+_SMALLEST_ROW = 2.0**-100  # kSmallestRow of ops/attention/paged_loop.h
+_LOG2_E = np.float32(1.44269504)
 # All nodes must have these attributes. softcap is optional.
 ATTRIBUTES = {
     "num_heads": ir.AttributeType.INT,
@@ -63,11 +68,14 @@ class PagedUses:
     sinks: bool = False  # some nodes have this input
     window: bool = False  # some nodes have a window above 0
     softcap: bool = False  # some nodes set this attribute
+    int8: bool = False  # the pools of all nodes are int8
 
     def inputs(self) -> tuple[str, ...]:
         """Return the inputs of the function."""
-        if self.sinks:
+        if self.int8:
             return INPUTS
+        if self.sinks:
+            return INPUTS[: -len(_SCALES)]
         return INPUTS[: INPUTS.index("sinks" if self.rotary else _ROTARY[0])]
 
 
@@ -80,6 +88,7 @@ def paged_uses_of(nodes: Sequence[ir.Node]) -> PagedUses:
 
     ranks = {name: {3 if x.shape is None else len(x.shape) for x in given(name)} for name in _OPERANDS}
     rotated = len(given(_ROTARY[0]))
+    is_int8 = bool(given(_SCALES[0]))
     return PagedUses(
         packed=not given("key"),
         by_heads=frozenset(name for name, found in ranks.items() if found == {4}),
@@ -87,9 +96,10 @@ def paged_uses_of(nodes: Sequence[ir.Node]) -> PagedUses:
         rotary=rotated > 0,
         unrotated=rotated < len(nodes),
         # A single head's sinks may be a constant of one element, which is_given takes for a missing input.
-        sinks=any(input_of(node, INPUTS, "sinks") is not None for node in nodes),
+        sinks=any(input_of(node, INPUTS, "sinks") is not None for node in nodes) or is_int8,
         window=any(node.attributes["window"].as_int() > 0 for node in nodes),
         softcap=any(SOFTCAP.name in node.attributes for node in nodes),
+        int8=is_int8,
     )
 
 
@@ -98,7 +108,7 @@ def paged_attention_function(opset: int, uses: PagedUses) -> ir.Function:
     inputs = {name: ir.val(name) for name in uses.inputs()}
     body = FunctionBody(opset)
     outputs = _PagedAttention(body, inputs, uses).outputs()
-    for value, name in zip(outputs, OUTPUTS, strict=True):
+    for value, name in zip(outputs, OUTPUTS if uses.int8 else OUTPUTS[: -len(_SCALES)], strict=True):
         value.name = name
     graph = ir.Graph(list(inputs.values()), outputs, nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
     attributes = [ir.Attr(name, kind, None) for name, kind in ATTRIBUTES.items()]
@@ -118,8 +128,8 @@ class _PagedAttention:
         given = body.attribute("kv_num_heads")
         self._kv_heads = op("Where", op("Equal", given, body.integer(0)), self._heads, given)
         self._group = op("Div", self._heads, self._kv_heads)
-        # Pools may have the shape [blocks, KV, D, 16], [blocks, KV, 16, D] or [blocks, 16, KV, D].
-        of_block = op("Slice", op("Shape", inputs["key_pool"]), body.ints(1), body.ints(4))
+        # Pools may have the shape [blocks, KV, …] or [blocks, 16, KV, D].
+        of_block = op("Slice", op("Shape", inputs["value_pool"]), body.ints(1), body.ints(4))
         elements = op("ReduceProd", of_block, keepdims=0)
         self._head_dim = op("Div", elements, op("Mul", self._kv_heads, self._block))
         self._count = size_of(body, inputs["query"], -2)
@@ -132,10 +142,17 @@ class _PagedAttention:
         if self._uses.rotary:
             query, key = self._rotated(query), self._rotated(key)
         # All tokens are in the pools before any is read.
-        key_pool, value_pool = self._appended(key, value)
-        y = self._attention(self._chunks(query), self._keys(key_pool), self._values(value_pool))
+        scales: list[ir.Value] = []
+        if self._uses.int8:
+            (key, key_scale), (value, value_scale) = self._rounded(key), self._rounded(value)
+            scales = [
+                self._scattered_scales(name, scale)
+                for name, scale in zip(_SCALES, (key_scale, value_scale), strict=True)
+            ]
+        pools = self._appended(key, value)
+        y = self._attention(self._chunks(query), *self._keys(pools[0], scales), self._values(pools[1], scales))
         y = op("Gather", y, op("Add", op("Mul", self._sequence, self._longest), self._row), axis=0)
-        return [op("Unsqueeze", y, self._body.ints(0)), key_pool, value_pool]
+        return [op("Unsqueeze", y, self._body.ints(0)), *pools, *scales]
 
     def _read_sequences(self) -> None:
         """Compute sizes of each sequence [B], and the sequence, row in its chunk, and position of each token [N]."""
@@ -211,26 +228,58 @@ class _PagedAttention:
         """Return both pools with key and value [N, KV, D] appended."""
         body, op, dim = self._body, self._body.op, self._head_dim
         zero, one = body.integer(0), body.integer(1)
-        table = self._inputs["block_table"]
-        slot = op("Mod", self._position, self._block)
-        at = op("Add", op("Mul", self._sequence, size_of(body, table, 1)), op("Div", self._position, self._block))
-        block = op("Gather", op("Reshape", table, body.ints(-1)), at, axis=0)
-        # Index of each token's head among the heads of all blocks, [N, KV].
-        first = op("Unsqueeze", op("Mul", block, self._kv_heads), body.ints(1))
-        head = op("Add", first, op("Range", zero, self._kv_heads, one))
+        slot, head = op("Mod", self._position, self._block), self._head_indices()
         value_row = op("Add", op("Mul", head, self._block), op("Unsqueeze", slot, body.ints(1)))
-        key_column = op("Add", op("Mul", op("Unsqueeze", head, body.ints(2)), dim), op("Range", zero, dim, one))
-        key_element = op("Add", op("Mul", key_column, self._block), op("Unsqueeze", slot, body.ints(1, 2)))
+        quad = body.integer(_QUAD if self._uses.int8 else 1)
+        d = op("Range", zero, dim, one)
+        # Element (d / quad, slot, d % quad) of the head's part of a block.
+        in_head = op("Mul", op("Div", d, quad), op("Mul", quad, self._block))
+        in_head = op("Add", in_head, op("Mod", d, quad))
+        first = op("Mul", op("Unsqueeze", head, body.ints(2)), op("Mul", dim, self._block))
+        of_slot = op("Unsqueeze", op("Mul", slot, quad), body.ints(1, 2))
+        key_element = op("Add", op("Add", first, in_head), of_slot)
         return [
             self._scattered("key_pool", body.ints(-1), op("Unsqueeze", key_element, body.ints(3)), key),
             self._scattered("value_pool", body.shape(-1, dim), op("Unsqueeze", value_row, body.ints(2)), value),
         ]
 
+    def _head_indices(self) -> ir.Value:
+        """Return the index of each token's head among the heads of all blocks, [N, KV]."""
+        body, op = self._body, self._body.op
+        table = self._inputs["block_table"]
+        at = op("Add", op("Mul", self._sequence, size_of(body, table, 1)), op("Div", self._position, self._block))
+        block = op("Gather", op("Reshape", table, body.ints(-1)), at, axis=0)
+        first = op("Unsqueeze", op("Mul", block, self._kv_heads), body.ints(1))
+        return op("Add", first, op("Range", body.integer(0), self._kv_heads, body.integer(1)))
+
     def _scattered(self, name: str, shape: ir.Value, indices: ir.Value, new: ir.Value) -> ir.Value:
-        """Return a pool in which `new`, rounded to bfloat16, replaces the entries at indices of the reshaped pool."""
+        """Return a pool in which `new`, in the pool's type, replaces the entries at indices of the reshaped pool."""
         op, pool = self._body.op, self._inputs[name]
-        rounded = op("Cast", new, to=ir.DataType.BFLOAT16)
+        rounded = op("Cast", new, to=ir.DataType.INT8 if self._uses.int8 else ir.DataType.BFLOAT16)
         return op("Reshape", op("ScatterND", op("Reshape", pool, shape), indices, rounded), op("Shape", pool))
+
+    def _rounded(self, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Return int8(x) of ops/attention/paged.h as floats: the bytes, and the scales with a last axis of length 1."""
+        body, op = self._body, self._body.op
+        # NaN in a row with Inf or NaN, otherwise 0.
+        check = op("ReduceSum", op("Mul", x, body.number(0)), body.ints(-1), keepdims=1)
+        is_finite = op("Not", op("IsNaN", check))
+        x = op("Where", is_finite, x, body.number(0))
+        largest = body.reduce_max(op("Abs", x), -1)
+        is_zero = op("Less", largest, body.number(_SMALLEST_ROW))
+        factor = op("Div", body.number(_LARGEST), op("Where", is_zero, body.number(1), largest))
+        factor = op("Where", is_zero, body.number(0), factor)
+        codes = op("Round", op("Mul", x, factor))
+        return codes, op("Add", op("Div", largest, body.number(_LARGEST)), check)
+
+    def _scattered_scales(self, name: str, new: ir.Value) -> ir.Value:
+        """Return scales in which `new` [N, KV, 1] replaces those of the call's tokens."""
+        body, op = self._body, self._body.op
+        pool, slot = self._inputs[name], op("Mod", self._position, self._block)
+        element = op("Add", op("Mul", self._head_indices(), self._block), op("Unsqueeze", slot, body.ints(1)))
+        flat = op("Reshape", pool, body.ints(-1))
+        new = op("Squeeze", new, body.ints(2))
+        return op("Reshape", op("ScatterND", flat, op("Unsqueeze", element, body.ints(2)), new), op("Shape", pool))
 
     def _of_sequences(self, pool: ir.Value, *shape: ir.Value) -> ir.Value:
         """Return the blocks of each sequence, [B, C, KV, *shape] in float; the first block replaces unused ones."""
@@ -241,20 +290,36 @@ class _PagedAttention:
         blocks = op("Cast", op("Gather", pool, op("Where", is_used, table, zero), axis=0), to=ir.DataType.FLOAT)
         return op("Reshape", blocks, body.shape(self._sequences, self._columns, self._kv_heads, *shape))
 
-    def _keys(self, pool: ir.Value) -> ir.Value:
-        """Return the keys of each sequence, [B, KV, D, T]."""
+    def _keys(self, pool: ir.Value, scales: list[ir.Value]) -> tuple[ir.Value, ir.Value | None]:
+        """Return the keys of each sequence, [B, KV, D, T], and their scales [B, KV, 1, T] if they are int8."""
         body, op = self._body, self._body.op
-        blocks = op("Transpose", self._of_sequences(pool, self._head_dim, self._block), perm=[0, 2, 3, 1, 4])
-        return op("Reshape", blocks, body.shape(self._sequences, self._kv_heads, self._head_dim, self._tokens))
+        if not scales:
+            blocks = op("Transpose", self._of_sequences(pool, self._head_dim, self._block), perm=[0, 2, 3, 1, 4])
+            shape = body.shape(self._sequences, self._kv_heads, self._head_dim, self._tokens)
+            return op("Reshape", blocks, shape), None
+        quads = op("Div", self._head_dim, body.integer(_QUAD))
+        blocks = self._of_sequences(pool, quads, self._block, body.integer(_QUAD))
+        rows = op("Transpose", blocks, perm=[0, 2, 1, 4, 3, 5])
+        rows = op("Reshape", rows, body.shape(self._sequences, self._kv_heads, self._tokens, self._head_dim))
+        return op("Transpose", rows, perm=[0, 1, 3, 2]), op("Unsqueeze", self._scales(scales[0]), body.ints(2))
 
-    def _values(self, pool: ir.Value) -> ir.Value:
+    def _scales(self, scales: ir.Value) -> ir.Value:
+        """Return the scales of each sequence, [B, KV, T]."""
+        body, op = self._body, self._body.op
+        blocks = op("Transpose", self._of_sequences(scales, self._block), perm=[0, 2, 1, 3])
+        return op("Reshape", blocks, body.shape(self._sequences, self._kv_heads, self._tokens))
+
+    def _values(self, pool: ir.Value, scales: list[ir.Value]) -> ir.Value:
         """Return the values of each sequence, [B, KV, T, D]; 0 beyond its tokens, where the pool may hold NaN."""
         body, op = self._body, self._body.op
         blocks = op("Transpose", self._of_sequences(pool, self._block, self._head_dim), perm=[0, 2, 1, 3, 4])
         shape = body.shape(self._sequences, self._kv_heads, self._tokens, self._head_dim)
+        values = op("Reshape", blocks, shape)
+        if scales:
+            values = op("Mul", values, op("Unsqueeze", self._scales(scales[1]), body.ints(3)))
         token = op("Unsqueeze", op("Range", body.integer(0), self._tokens, body.integer(1)), body.ints(1))
         exists = op("Less", token, op("Unsqueeze", self._lengths, body.ints(1, 2, 3)))
-        return op("Where", exists, op("Reshape", blocks, shape), body.number(0))
+        return op("Where", exists, values, body.number(0))
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -271,10 +336,10 @@ class _PagedAttention:
         rows_of_head = op("Mul", self._group, self._longest)
         return op("Reshape", by_heads, body.shape(self._sequences, self._kv_heads, rows_of_head, self._head_dim))
 
-    def _attention(self, query: ir.Value, keys: ir.Value, values: ir.Value) -> ir.Value:
+    def _attention(self, query: ir.Value, keys: ir.Value, key_scales: ir.Value | None, values: ir.Value) -> ir.Value:
         """Return the attention of all chunks, [B L, H D]."""
         body, op, uses = self._body, self._body.op, self._uses
-        scores = op("MatMul", op("Mul", query, scale_of(body, self._head_dim)), keys)
+        scores = self._scores(query, keys, key_scales)
         by_rows = op("Shape", scores)
         if uses.softcap:
             scores = capped(body, scores)
@@ -292,6 +357,17 @@ class _PagedAttention:
         y = op("Transpose", op("Reshape", y, split), perm=[0, 3, 1, 2, 4])
         rows, width = op("Mul", self._sequences, self._longest), op("Mul", self._heads, self._head_dim)
         return op("Reshape", y, body.shape(rows, width))
+
+    def _scores(self, query: ir.Value, keys: ir.Value, key_scales: ir.Value | None) -> ir.Value:
+        """Return the scores of all chunks before softcap, [B, KV, G L, T]."""
+        body, op = self._body, self._body.op
+        scale = scale_of(body, self._head_dim)
+        if key_scales is None:
+            return op("MatMul", op("Mul", query, scale), keys)
+        # The kernel rounds queries that are scaled for powers of two.
+        codes, query_scale = self._rounded(op("Mul", query, op("Mul", scale, body.number(_LOG2_E))))
+        scores = op("Mul", op("MatMul", codes, keys), op("Mul", query_scale, key_scales))
+        return op("Div", scores, body.number(_LOG2_E))
 
     def _seen(self) -> ir.Value:
         """Return whether row i of a chunk sees token j of its sequence, [B, 1, L, T]."""

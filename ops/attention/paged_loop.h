@@ -12,9 +12,12 @@
 namespace ortolan {
 namespace {
 
-template <typename Simd>
+// kInt8: the pools are int8, otherwise bfloat16.
+template <typename Simd, bool kInt8>
 class PagedLoop {
   using Float = typename Simd::Float;
+  using Int = typename Simd::Int;
+  using Bytes = typename Simd::Bytes;
   static constexpr int64_t kLanes = Simd::kLanes;
   static constexpr int kVectors = static_cast<int>(kBlockTokens / kLanes);  // of 16 floats
   static constexpr int kSums = Simd::kRegisters - 4;  // registers for sums; the others hold operands
@@ -26,7 +29,11 @@ class PagedLoop {
   static constexpr float kLowest = -0x1.fffffep127f;
   static constexpr float kMinusInfinity = -__builtin_inff();
   static constexpr float kLog2E = 1.44269504f;
-  static constexpr int64_t kBf16 = sizeof(uint16_t);
+  static constexpr float kLargestByte = 127;
+  static constexpr float kSmallestRow = 0x1p-100f;  // rows of smaller values are 0; 127 / m could be Inf
+  static constexpr int64_t kElement = kInt8 ? sizeof(int8_t) : sizeof(uint16_t);
+  static constexpr int64_t kQuad = 4;
+  static constexpr int64_t kLine = 64;
 
   // 16-float columns of a pass over `rows` rows that fit the registers: 1, 2 or 4.
   static constexpr int Columns(int rows) {
@@ -34,31 +41,49 @@ class PagedLoop {
     return fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
   }
 
-  // Keys or values of a tile, as bfloat16 in the pool or as floats.
-  // Each load prefetches from the next tile: blocks of a sequence are anywhere in the pools, and with few rows,
-  // attention waits for memory.
-  struct Bf16 {
+  // Keys or values of a tile, as the pool has them or as floats. Loops prefetch the same bytes of the next tile: blocks
+  // of a sequence are anywhere in the pools, and with few rows, attention waits for memory.
+  struct Stored {
     const uint8_t* at[kBlocks];
     const uint8_t* next[kBlocks];
+    const float* scales[kBlocks];
     Float Load(int block, int64_t index) const {
-      __builtin_prefetch(next[block] + index * kBf16);
-      return Simd::LoadBf16(at[block] + index * kBf16);
+      if constexpr (kInt8) return Simd::LoadInt8(at[block] + index);
+      return Simd::LoadBf16(at[block] + index * kElement);
+    }
+    // A quad of each of kLanes keys. `index` counts bytes.
+    Bytes LoadQuads(int block, int64_t index) const {
+      const Bytes quads = Simd::LoadBytes(at[block] + index);
+      return Simd::kInt8Bias == 0 ? quads : Simd::XorBytes(quads, Simd::SetBytes(Simd::kInt8Bias));
+    }
+    template <int kCount>
+    [[gnu::always_inline]] void Prefetch(int block, int64_t index) const {
+#pragma GCC unroll 8
+      for (int64_t byte = 0; byte < kCount * kElement; byte += kLine) {
+        __builtin_prefetch(next[block] + index * kElement + byte);
+      }
     }
   };
   struct Floats {
     const float* at;
     int64_t block_floats;
     Float Load(int block, int64_t index) const { return Simd::Load(at + block * block_floats + index); }
+    template <int kCount>
+    void Prefetch(int, int64_t) const {}
   };
 
   const PagedAttentionArgs& args_;
   const DecodePartial& partial_;
   const int64_t dim_;
-  float* q_;       // [rows][dim]
+  float* q_;       // [rows][dim]; int8: one row
   float* scores_;  // [rows][kPagedTile], then the weights
   float* sums_;    // [rows][16]
   float* keys_;    // [kPagedTile][dim]
   float* values_;  // [kPagedTile][dim]
+  // int8 queries
+  int8_t* q_bytes_;       // [rows][dim]
+  float* q_scales_;       // [rows]
+  int32_t* q_bias_sums_;  // [rows]: -kInt8Bias times the sum of the bytes
 
   PagedLoop(const PagedAttentionArgs& args, const DecodePartial& partial, void* scratch)
       : args_(args), partial_(partial), dim_(args.head_dim) {
@@ -73,7 +98,11 @@ class PagedLoop {
     sums_ = take(rows * kBlockTokens);
     keys_ = take(kPagedTile * dim_);
     values_ = take(kPagedTile * dim_);
-    q_ = take(rows * dim_);
+    q_ = take(kInt8 ? dim_ : rows * dim_);
+    if constexpr (!kInt8) return;
+    q_scales_ = take(rows);
+    q_bias_sums_ = reinterpret_cast<int32_t*>(take(rows));
+    q_bytes_ = reinterpret_cast<int8_t*>(next);
   }
 
   // The first key that token t sees, and the one after the last.
@@ -91,10 +120,12 @@ class PagedLoop {
       for (int64_t h = 0; h < args_.heads; ++h) {
         const int64_t row = t * args_.heads + h;
         const float* from = AtByte(args_.q, t * args_.q_token_bytes + h * args_.q_head_bytes);
+        float* q = kInt8 ? q_ : q_ + row * dim_;
         for (int64_t d = 0; d < dim_; d += kLanes) {
-          Simd::Store(q_ + row * dim_ + d, Simd::Multiply(Simd::Load(from + d), factor));
+          Simd::Store(q + d, Simd::Multiply(Simd::Load(from + d), factor));
           Simd::Store(partial_.y + row * dim_ + d, zero);
         }
+        if constexpr (kInt8) QuantizeQuery(row);
         for (int64_t i = 0; i < kBlockTokens; i += kLanes) Simd::Store(sums_ + row * kBlockTokens + i, zero);
         partial_.max[row] = kLowest;
         if (!with_sinks) continue;
@@ -104,26 +135,45 @@ class PagedLoop {
     }
   }
 
-  const uint8_t* Block(const uint16_t* pool, int64_t block) const {
-    return reinterpret_cast<const uint8_t*>(AtByte(pool, block * args_.block_bytes));
+  void QuantizeQuery(int64_t row) const {
+    int8_t* bytes = q_bytes_ + row * dim_;
+    q_scales_[row] = Quantize(q_, dim_, bytes);
+    int32_t sum = 0;
+    for (int64_t d = 0; d < dim_; ++d) sum += bytes[d];
+    q_bias_sums_[row] = -static_cast<int32_t>(Simd::kInt8Bias) * sum;
   }
+
   // A tile may end after the sequence's last block. Those keys are not read. next_pool: of the blocks in
   // args.next_blocks.
-  Bf16 Tile(const uint16_t* pool, const uint16_t* next_pool, int64_t first, int64_t end) const {
-    Bf16 tile;
+  Stored Tile(const PagedPool& pool, const PagedPool& next_pool, int64_t first, int64_t end) const {
+    const auto block = [](const PagedPool& of, int64_t index) {
+      return static_cast<const uint8_t*>(of.blocks) + index * of.block_bytes;
+    };
+    const auto scales = [](const PagedPool& of, int64_t index) { return AtByte(of.scales, index * of.scales_bytes); };
+    Stored tile;
     for (int b = 0; b < kBlocks; ++b) {
       const int64_t key = first + b * kBlockTokens, next = key + kPagedTile;
-      tile.at[b] = Block(pool, args_.blocks[(key < end ? key : first) / kBlockTokens]);
-      tile.next[b] = next < end             ? Block(pool, args_.blocks[next / kBlockTokens])
-                     : b < args_.next_count ? Block(next_pool, args_.next_blocks[b])
-                                            : tile.at[b];
+      const int64_t here = args_.blocks[(key < end ? key : first) / kBlockTokens];
+      tile.at[b] = tile.next[b] = block(pool, here);
+      if constexpr (kInt8) tile.scales[b] = scales(pool, here);
+      const bool is_own = next < end;
+      if (!is_own && b >= args_.next_count) continue;
+      const PagedPool& of = is_own ? pool : next_pool;
+      const int64_t ahead = is_own ? args_.blocks[next / kBlockTokens] : args_.next_blocks[b];
+      tile.next[b] = block(of, ahead);
+      if constexpr (kInt8) __builtin_prefetch(scales(of, ahead));
     }
     return tile;
   }
-  Floats Converted(const Bf16& tile, float* to) const {
+  Floats Converted(const Stored& tile, float* to) const {
     const int64_t count = kBlockTokens * dim_;
     for (int b = 0; b < kBlocks; ++b) {
-      for (int64_t i = 0; i < count; i += kLanes) Simd::Store(to + b * count + i, tile.Load(b, i));
+      for (int64_t i = 0; i < count; i += kBlockTokens) {
+        tile.template Prefetch<kBlockTokens>(b, i);
+        for (int64_t lane = 0; lane < kBlockTokens; lane += kLanes) {
+          Simd::Store(to + b * count + i + lane, tile.Load(b, i + lane));
+        }
+      }
     }
     return {to, count};
   }
@@ -139,6 +189,8 @@ class PagedLoop {
     }
     const float* q = q_ + row * dim_;
     for (int64_t d = 0; d < dim_; ++d) {
+#pragma GCC unroll 4
+      for (int b = 0; b < kOfBlocks; ++b) keys.template Prefetch<kBlockTokens>(block + b, d * kBlockTokens);
       Float key[kOfBlocks * kVectors];
 #pragma GCC unroll 16
       for (int i = 0; i < kOfBlocks * kVectors; ++i) {
@@ -158,14 +210,55 @@ class PagedLoop {
       for (int i = 0; i < kOfBlocks * kVectors; ++i) Simd::Store(to + i * kLanes, sum[r][i]);
     }
   }
+  // The same for int8 keys: exact dot products of quads, then the scales.
+  template <int kOfRows, int kOfBlocks>
+  void ScoreInt8Rows(int64_t row, int block, const Stored& keys) const {
+    Int sum[kOfRows][kOfBlocks * kVectors];
+#pragma GCC unroll 16
+    for (int r = 0; r < kOfRows; ++r) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kOfBlocks * kVectors; ++i) sum[r][i] = Simd::SetInt(q_bias_sums_[row + r]);
+    }
+    const int8_t* q = q_bytes_ + row * dim_;
+    for (int64_t d = 0; d < dim_; d += kQuad) {
+      Bytes key[kOfBlocks * kVectors];
+#pragma GCC unroll 16
+      for (int i = 0; i < kOfBlocks * kVectors; ++i) {
+        key[i] = keys.LoadQuads(block + i / kVectors, d * kBlockTokens + i % kVectors * kLanes * kQuad);
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < kOfRows; ++r) {
+        const Bytes quads = Simd::RepeatQuad(q + r * dim_ + d);
+#pragma GCC unroll 16
+        for (int i = 0; i < kOfBlocks * kVectors; ++i) sum[r][i] = Simd::DotInt8(sum[r][i], key[i], quads);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kOfRows; ++r) {
+      float* to = scores_ + (row + r) * kPagedTile + block * kBlockTokens;
+      const Float scale = Simd::Set(q_scales_[row + r]);
+#pragma GCC unroll 16
+      for (int i = 0; i < kOfBlocks * kVectors; ++i) {
+        const Float of_key = Simd::Load(keys.scales[block + i / kVectors] + i % kVectors * kLanes);
+        Simd::Store(to + i * kLanes, Simd::Multiply(Simd::ToFloat(sum[r][i]), Simd::Multiply(scale, of_key)));
+      }
+    }
+  }
   template <int kOfRows, typename Keys>
   void Score(int64_t row, const Keys& keys) const {
     constexpr int kTogether = Columns(kOfRows);
-    for (int block = 0; block < kBlocks; block += kTogether) ScoreRows<kOfRows, kTogether>(row, block, keys);
+    for (int block = 0; block < kBlocks; block += kTogether) {
+      if constexpr (kInt8) {
+        ScoreInt8Rows<kOfRows, kTogether>(row, block, keys);
+      } else {
+        ScoreRows<kOfRows, kTogether>(row, block, keys);
+      }
+    }
   }
 
-  // Replaces the scores of a row by weights. Keys [first, end) of the tile are visible, and other weights are 0.
-  void Weigh(int64_t row, int64_t first, int64_t end) const {
+  // Replaces the scores of a row by weights, times the scales of the values if they are int8. Keys [first, end) of the
+  // tile are visible, and other weights are not used.
+  void Weigh(int64_t row, const Stored& values, int64_t first, int64_t end) const {
     float* scores = scores_ + row * kPagedTile;
     if (args_.softcap != 0) {
       const Softcap<Simd> cap(args_.softcap);
@@ -189,15 +282,21 @@ class PagedLoop {
     const Float maximum = Simd::Set(now);
     for (int64_t i = 0; i < kPagedTile; i += kLanes) {
       const Float weight = Simd::Exp2(Simd::Subtract(Simd::Load(scores + i), maximum));
-      Simd::Store(scores + i, weight);
       float* sum = sums + i % kBlockTokens;
       Simd::Store(sum, Simd::Add(Simd::Load(sum), weight));
+      if constexpr (kInt8) {
+        const Float scales = Simd::Load(values.scales[i / kBlockTokens] + i % kBlockTokens);
+        Simd::Store(scores + i, Simd::Multiply(weight, scales));
+      } else {
+        Simd::Store(scores + i, weight);
+      }
     }
   }
 
   // Adds the weighted values of keys [first, end) of the tile to dimensions d … of kOfRows rows.
-  template <int kOfRows, int kColumns, typename Values>
-  void AddValues(int64_t row, int64_t d, const Values& values, int64_t first, int64_t end) const {
+  // int8 keys of the next tile are prefetched here, since scores take too little time for it.
+  template <int kOfRows, int kColumns, typename Keys, typename Values>
+  void AddValues(int64_t row, int64_t d, const Values& values, const Keys& keys, int64_t first, int64_t end) const {
     Float sum[kOfRows][kColumns * kVectors];
     float* y = partial_.y + row * dim_ + d;
 #pragma GCC unroll 16
@@ -209,6 +308,8 @@ class PagedLoop {
     for (int64_t j = first; j < end; ++j) {
       const int block = static_cast<int>(j / kBlockTokens);
       const int64_t index = j % kBlockTokens * dim_ + d;
+      values.template Prefetch<kColumns * kBlockTokens>(block, index);
+      if constexpr (kInt8) keys.template Prefetch<kColumns * kBlockTokens>(block, index);
       Float value[kColumns * kVectors];
 #pragma GCC unroll 16
       for (int i = 0; i < kColumns * kVectors; ++i) value[i] = values.Load(block, index + i * kLanes);
@@ -226,29 +327,33 @@ class PagedLoop {
     }
   }
 
+  // stored: the values as the pool has them.
   template <int kOfRows, typename Keys, typename Values>
-  void Pass(int64_t row, const Keys& keys, const Values& values, int64_t first, int64_t end) const {
+  void Pass(int64_t row, const Keys& keys, const Values& values, const Stored& stored, int64_t first,
+            int64_t end) const {
     constexpr int kColumns = Columns(kOfRows);
     Score<kOfRows>(row, keys);
-    for (int r = 0; r < kOfRows; ++r) Weigh(row + r, first, end);
+    for (int r = 0; r < kOfRows; ++r) Weigh(row + r, stored, first, end);
     int64_t d = 0;
     for (; d + kColumns * kBlockTokens <= dim_; d += kColumns * kBlockTokens) {
-      AddValues<kOfRows, kColumns>(row, d, values, first, end);
+      AddValues<kOfRows, kColumns>(row, d, values, keys, first, end);
     }
-    for (; d < dim_; d += kBlockTokens) AddValues<kOfRows, 1>(row, d, values, first, end);
+    for (; d < dim_; d += kBlockTokens) AddValues<kOfRows, 1>(row, d, values, keys, first, end);
   }
   template <int kOfRows, typename Keys, typename Values>
-  void LastPass(int64_t row, int64_t rows, const Keys& keys, const Values& values, int64_t first, int64_t end) const {
+  void LastPass(int64_t row, int64_t rows, const Keys& keys, const Values& values, const Stored& stored, int64_t first,
+                int64_t end) const {
     if constexpr (kOfRows > 0) {
-      if (rows == kOfRows) return Pass<kOfRows>(row, keys, values, first, end);
-      LastPass<kOfRows - 1>(row, rows, keys, values, first, end);
+      if (rows == kOfRows) return Pass<kOfRows>(row, keys, values, stored, first, end);
+      LastPass<kOfRows - 1>(row, rows, keys, values, stored, first, end);
     }
   }
   // Attends from rows `row` … row + rows - 1 to keys [first, end) of the tile.
   template <typename Keys, typename Values>
-  void Attend(int64_t row, int64_t rows, const Keys& keys, const Values& values, int64_t first, int64_t end) const {
-    for (; rows >= kRows; row += kRows, rows -= kRows) Pass<kRows>(row, keys, values, first, end);
-    LastPass<kRows - 1>(row, rows, keys, values, first, end);
+  void Attend(int64_t row, int64_t rows, const Keys& keys, const Values& values, const Stored& stored, int64_t first,
+              int64_t end) const {
+    for (; rows >= kRows; row += kRows, rows -= kRows) Pass<kRows>(row, keys, values, stored, first, end);
+    LastPass<kRows - 1>(row, rows, keys, values, stored, first, end);
   }
 
   void AttendTile(int64_t tile) const {
@@ -265,21 +370,23 @@ class PagedLoop {
       if (whole > whole_end) whole = whole_end;
     }
     if (begin >= end) return;
-    const Bf16 keys = Tile(args_.keys, args_.next_keys, tile, EndOf(last)),
-               values = Tile(args_.values, args_.next_values, tile, EndOf(last));
+    const Stored keys = Tile(args_.keys, args_.next_keys, tile, EndOf(last)),
+                 values = Tile(args_.values, args_.next_values, tile, EndOf(last));
     const int64_t rows = (whole_end - whole) * args_.heads;
     const auto one_by_one = [&](int64_t from, int64_t to) {
       for (int64_t t = from; t < to; ++t) {
         const int64_t first = FirstOf(t) > tile ? FirstOf(t) - tile : 0;
         const int64_t seen = EndOf(t) < tile_end ? EndOf(t) - tile : kPagedTile;
-        Attend(t * args_.heads, args_.heads, keys, values, first, seen);
+        Attend(t * args_.heads, args_.heads, keys, values, values, first, seen);
       }
     };
     one_by_one(begin, whole);
-    if (rows >= kManyRows) {
-      Attend(whole * args_.heads, rows, Converted(keys, keys_), Converted(values, values_), 0, kPagedTile);
+    if (rows < kManyRows) {
+      Attend(whole * args_.heads, rows, keys, values, values, 0, kPagedTile);
+    } else if constexpr (kInt8) {
+      Attend(whole * args_.heads, rows, keys, Converted(values, values_), values, 0, kPagedTile);
     } else {
-      Attend(whole * args_.heads, rows, keys, values, 0, kPagedTile);
+      Attend(whole * args_.heads, rows, Converted(keys, keys_), Converted(values, values_), values, 0, kPagedTile);
     }
     one_by_one(whole_end, end);
   }
@@ -297,7 +404,26 @@ class PagedLoop {
  public:
   static int64_t ScratchBytes(int64_t rows, int64_t head_dim) {
     const int64_t floats = rows * (kPagedTile + kBlockTokens + head_dim) + 2 * kPagedTile * head_dim;
-    return floats * static_cast<int64_t>(sizeof(float));
+    const int64_t of_int8 = kInt8 ? 2 * rows + head_dim : 0;  // scales, sums and a query; the bytes are less than q
+    return (floats + of_int8) * static_cast<int64_t>(sizeof(float));
+  }
+
+  // Rounds a row to int8, and returns its scale.
+  static float Quantize(const float* from, int64_t count, int8_t* to) {
+    Float most = Simd::Set(0.0f), check = Simd::Set(0.0f);
+    for (int64_t i = 0; i < count; i += kLanes) {
+      const Float x = Simd::Load(from + i);
+      most = Simd::Max(Simd::Abs(x), most);
+      check = Simd::MultiplyAdd(x, Simd::Set(0.0f), check);  // NaN for Inf and NaN
+    }
+    const float largest = Simd::MaxOfLanes(most), scale = largest / kLargestByte;
+    const bool is_finite = !Simd::HasNan(check);
+    const Float factor = Simd::Set(is_finite && largest >= kSmallestRow ? kLargestByte / largest : 0.0f);
+    for (int64_t i = 0; i < count; i += kLanes) {
+      const Float x = is_finite ? Simd::Load(from + i) : Simd::Set(0.0f);
+      Simd::StoreInt8(to + i, Simd::RoundToInt(Simd::Multiply(x, factor)));
+    }
+    return is_finite ? scale : __builtin_nanf("");
   }
 
   static void Run(const PagedAttentionArgs& args, int64_t begin, int64_t end, const DecodePartial& partial,

@@ -3,24 +3,26 @@
 //
 //     query float [1, tokens, heads D] or [1, heads, tokens, D]; key, value: the same with kv_heads. Without key and
 //         value, query holds all three: [1, tokens, (heads + 2 kv_heads) D]
-//     key_pool bf16 [blocks, kv_heads, D, 16], value_pool bf16 [blocks, kv_heads, 16, D]: a block has 16 tokens.
-//         Both may also have the shape [blocks, 16, kv_heads, D], which onnxruntime-genai allocates. It does not change
-//         the order of a block's elements
+//     key_pool, value_pool: a block has 16 tokens. Either bf16 [blocks, kv_heads, D, 16] and [blocks, kv_heads, 16, D],
+//         or int8 [blocks, kv_heads, D / 4, 16, 4] and [blocks, kv_heads, 16, D]. All may also have the shape
+//         [blocks, 16, kv_heads, D], which onnxruntime-genai allocates. It does not change the order of a block's
+//         elements
 //     sequence_starts int64 [sequences + 1]: the first token of each sequence in this call, then the number of tokens
 //     past_lengths int64 [sequences]: tokens of each sequence that the pools hold
 //     block_table int64 [sequences, columns]: the block of each 16 tokens of the sequence; entries beyond its tokens
 //         after this call are ignored
 //     cos, sin float [positions, D / 2] (optional): rotary embedding of query and key, as in NoMADAttention
 //     sinks float [heads] (optional): a further score of each head, without a value
-//     -> Y float [1, tokens, heads D], and the pools with the tokens appended
+//     key_scales, value_scales float [blocks, kv_heads, 16]: of int8 pools; attention/paged.h has the rounding
+//     -> Y float [1, tokens, heads D], and the pools with the tokens appended, then the scales
 //
 // Attributes: num_heads, kv_num_heads, scale, softcap and rotary_interleaved as in NoMADAttention; window: a query sees
 // this number of keys, its own included; 0: all.
 //
 // A token sees the earlier tokens of its sequence and itself, all as the pools store them. So its Y has the same bits
 // however the sequence is divided into calls, and whatever other sequences are in the call. Sequences may share blocks
-// to which no sequence of the call appends. The host binds one buffer to a pool and its output; otherwise the pool is
-// copied.
+// to which no sequence of the call appends. The host binds one buffer to a pool or scales and their output; otherwise
+// they are copied.
 //
 // ONNX Runtime up to 1.23 crashes on an omitted input before a given one; a constant 0 of shape [1] may replace key,
 // value, cos and sin.
@@ -50,9 +52,11 @@ enum PagedInput : size_t {
   kPagedCos,
   kPagedSin,
   kSinks,
+  kKeyScales,
+  kValueScales,
   kPagedInputCount
 };
-enum PagedOutput : size_t { kPagedY, kNewKeyPool, kNewValuePool, kPagedOutputCount };
+enum PagedOutput : size_t { kPagedY, kNewKeyPool, kNewValuePool, kNewKeyScales, kNewValueScales, kPagedOutputCount };
 
 class PagedKernel {
  public:
@@ -67,6 +71,14 @@ class PagedKernel {
     if (has_rotary_ != node_.HasValues(info, kPagedSin)) {
       throw node_.Error("only one of the inputs cos and sin is given, expected both or neither");
     }
+    is_int8_ = InputType(info, kKeyPool) == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
+    for (const bool given : {node_.HasInput(kKeyScales), node_.HasInput(kValueScales), node_.HasOutput(kNewKeyScales),
+                             node_.HasOutput(kNewValueScales)}) {
+      if (given == is_int8_) continue;
+      throw node_.Error("the pools are ", is_int8_ ? "int8" : "bfloat16",
+                        is_int8_ ? ", expected inputs and outputs key_scales and value_scales"
+                                 : ", which have no key_scales and value_scales");
+    }
     for (const size_t i : {kPagedCos, kPagedSin, kSinks}) {
       if (node_.HasInput(i)) floats_[i] = AlignedConstant<float>(info, i);
     }
@@ -77,13 +89,25 @@ class PagedKernel {
     PagedCall call(sizes_);
     ReadRows(context, call);
     if (call.scale == 0) call.scale = 1.0f / std::sqrt(static_cast<float>(call.head_dim));
-    CheckPool(context, kKeyPool, {call.head_dim, kBlockTokens}, call);
+    CheckPool(context, kKeyPool,
+              is_int8_ ? Shape{call.head_dim / 4, kBlockTokens, 4} : Shape{call.head_dim, kBlockTokens}, call);
     CheckPool(context, kValuePool, {kBlockTokens, call.head_dim}, call);
+    if (is_int8_) {
+      CheckScales(context, kKeyScales, "key_scales", call);
+      CheckScales(context, kValueScales, "value_scales", call);
+    }
     ReadSequences(context, call);
     ReadFloats(context, call);
     call.y = context.Output<float>(kPagedY, {1, call.queries, call.heads * call.head_dim});
-    call.key_pool = Appended(context, kKeyPool, kNewKeyPool);
-    call.value_pool = Appended(context, kValuePool, kNewValuePool);
+    if (is_int8_) {
+      call.keys = {Appended<int8_t>(context, kKeyPool, kNewKeyPool),
+                   Appended<float>(context, kKeyScales, kNewKeyScales)};
+      call.values = {Appended<int8_t>(context, kValuePool, kNewValuePool),
+                     Appended<float>(context, kValueScales, kNewValueScales)};
+    } else {
+      call.keys = {Appended<uint16_t>(context, kKeyPool, kNewKeyPool)};
+      call.values = {Appended<uint16_t>(context, kValuePool, kNewValuePool)};
+    }
     plan_->Run(host, call);
   }
 
@@ -131,19 +155,27 @@ class PagedKernel {
                     by_heads ? bytes : heads * bytes};
   }
 
-  // Checks a pool, and sets the number of blocks.
-  void CheckPool(const KernelContext& context, size_t input, const Shape& block, PagedCall& call) const {
-    const Shape shape = ShapeOf(context, input);
-    const Shape by_tokens{kBlockTokens, call.kv_heads, call.head_dim};
-    const Shape found = shape.size() == 4 ? Shape{shape[1], shape[2], shape[3]} : Shape{};
-    const bool fits = found == Shape{call.kv_heads, block[0], block[1]} || found == by_tokens;
-    if (!fits || (input == kValuePool && shape[0] != call.blocks)) {
-      const std::string blocks = input == kValuePool ? std::to_string(call.blocks) : "blocks";
+  // Checks a pool, and sets the number of blocks. `of_head` is the shape of a head in a block.
+  void CheckPool(const KernelContext& context, size_t input, const Shape& of_head, PagedCall& call) const {
+    Shape shape = ShapeOf(context, input);
+    const int64_t blocks = shape.empty() ? 0 : shape[0];
+    if (!shape.empty()) shape[0] = 0;
+    Shape expected{0, call.kv_heads};
+    expected.insert(expected.end(), of_head.begin(), of_head.end());
+    const bool fits = shape == expected || shape == Shape{0, kBlockTokens, call.kv_heads, call.head_dim};
+    if (!fits || (input == kValuePool && blocks != call.blocks)) {
+      const std::string count = input == kValuePool ? std::to_string(call.blocks) : "blocks";
+      std::string sizes;
+      for (const int64_t size : of_head) sizes += ErrorText(", ", size);
       throw node_.WrongShape(context, input, input == kKeyPool ? "key_pool" : "value_pool",
-                             ErrorText("[", blocks, ", ", call.kv_heads, ", ", block[0], ", ", block[1], "] or [",
-                                       blocks, ", ", kBlockTokens, ", ", call.kv_heads, ", ", call.head_dim, "]"));
+                             ErrorText("[", count, ", ", call.kv_heads, sizes, "] or [", count, ", ", kBlockTokens,
+                                       ", ", call.kv_heads, ", ", call.head_dim, "]"));
     }
-    call.blocks = shape[0];
+    call.blocks = blocks;
+  }
+  void CheckScales(const KernelContext& context, size_t input, const char* meaning, const PagedCall& call) const {
+    const Shape expected{call.blocks, call.kv_heads, kBlockTokens};
+    if (ShapeOf(context, input) != expected) throw node_.WrongShape(context, input, meaning, ShapeText(expected));
   }
 
   void ReadSequences(const KernelContext& context, PagedCall& call) const {
@@ -191,35 +223,41 @@ class PagedKernel {
   }
 
   // Returns the pool of an output, copied from the input unless they are one buffer.
-  static uint16_t* Appended(KernelContext& context, size_t input, size_t output) {
+  template <typename T>
+  static T* Appended(KernelContext& context, size_t input, size_t output) {
     const Tensor pool = context.Input(input);
-    const uint16_t* from = pool.Data<uint16_t>();
-    uint16_t* to = context.Output<uint16_t>(output, pool.Shape());
-    if (to != from && pool.Count() > 0) std::memcpy(to, from, static_cast<size_t>(pool.Count()) * sizeof(uint16_t));
+    const T* from = pool.Data<T>();
+    T* to = context.Output<T>(output, pool.Shape());
+    if (to != from && pool.Count() > 0) std::memcpy(to, from, static_cast<size_t>(pool.Count()) * sizeof(T));
     return to;
   }
 
   AttentionNode node_;
   AttentionCall sizes_;  // from attributes
-  bool packed_ = false, has_rotary_ = false;
+  bool packed_ = false, has_rotary_ = false, is_int8_ = false;
   AlignedConstant<float> floats_[kPagedInputCount];  // cos, sin and sinks
   std::optional<PagedPlan> plan_;
 };
 
 constexpr ONNXTensorElementDataType kFloats = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-constexpr ONNXTensorElementDataType kPools = ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
 constexpr ONNXTensorElementDataType kInts = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
 
-struct PagedOp : OrtOp<PagedOp, PagedKernel> {
-  static constexpr ONNXTensorElementDataType kInputTypes[] = {kFloats, kFloats, kFloats, kPools,  kPools, kInts,
-                                                              kInts,   kInts,   kFloats, kFloats, kFloats};
+template <ONNXTensorElementDataType kPools>
+struct PagedOp : OrtOp<PagedOp<kPools>, PagedKernel> {
+  static constexpr ONNXTensorElementDataType kInputTypes[] = {
+      kFloats, kFloats, kFloats, kPools, kPools, kInts, kInts, kInts, kFloats, kFloats, kFloats, kFloats, kFloats};
   static_assert(std::size(kInputTypes) == kPagedInputCount);
 
   const char* GetName() const { return kPagedOpType; }
   size_t GetInputTypeCount() const { return kPagedInputCount; }
   size_t GetOutputTypeCount() const { return kPagedOutputCount; }
   ONNXTensorElementDataType GetInputType(size_t index) const { return kInputTypes[index]; }
-  ONNXTensorElementDataType GetOutputType(size_t index) const { return index == kPagedY ? kFloats : kPools; }
+  ONNXTensorElementDataType GetOutputType(size_t index) const {
+    return index == kNewKeyPool || index == kNewValuePool ? kPools : kFloats;
+  }
+  OrtCustomOpInputOutputCharacteristic GetOutputCharacteristic(size_t index) const {
+    return index >= kNewKeyScales ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
+  }
   OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t index) const {
     const bool may_miss = index == kPagedKey || index == kPagedValue || index >= kPagedCos;
     return may_miss ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
@@ -230,7 +268,11 @@ struct PagedOp : OrtOp<PagedOp, PagedKernel> {
 }  // namespace
 
 const OrtCustomOp* PagedNoMADAttentionOp() {
-  static const PagedOp op;
+  static const PagedOp<ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16> op;
+  return &op;
+}
+const OrtCustomOp* PagedNoMADAttentionInt8Op() {
+  static const PagedOp<ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8> op;
   return &op;
 }
 

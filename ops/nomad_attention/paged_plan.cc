@@ -1,17 +1,22 @@
 #include "nomad_attention/paged_plan.h"
 
 #include <algorithm>
+#include <cstring>
 #include <optional>
 
 #include "formats/bf16.h"
 #include "host/error_text.h"
 #include "isa/kernel_table.h"
 #include "nomad_attention/decode_rows.h"
+#include "simd/at_byte.h"
 
 namespace ortolan {
 namespace {
 
 constexpr int64_t kFloat = sizeof(float);
+constexpr int64_t kBf16 = sizeof(uint16_t);
+constexpr int64_t kInt8 = sizeof(int8_t);
+constexpr int64_t kQuad = 4;
 // Parts of a row's keys that threads can share. Counted from key 0, so that a row's result does not depend on the call.
 constexpr int64_t kPartKeys = 4096;
 constexpr int64_t kMostRows = 96;  // of a kernel call, except for a single token with more heads
@@ -27,12 +32,25 @@ struct Unit {
   }
 };
 
-// Appends a token's key or value to its slot in a block.
-void AppendKey(const float* key, int64_t head_dim, uint16_t* slot) {
-  for (int64_t d = 0; d < head_dim; ++d) slot[d * kBlockTokens] = RoundToBf16(key[d]);
+// Write a key or value to a slot of its head in a block.
+void WriteKey(const float* key, int64_t head_dim, int64_t slot, uint16_t* head) {
+  for (int64_t d = 0; d < head_dim; ++d) head[d * kBlockTokens + slot] = RoundToBf16(key[d]);
 }
-void AppendValue(const float* value, int64_t head_dim, uint16_t* slot) {
-  for (int64_t d = 0; d < head_dim; ++d) slot[d] = RoundToBf16(value[d]);
+void WriteValue(const float* value, int64_t head_dim, int64_t slot, uint16_t* head) {
+  for (int64_t d = 0; d < head_dim; ++d) head[slot * head_dim + d] = RoundToBf16(value[d]);
+}
+void WriteKey(const int8_t* key, int64_t head_dim, int64_t slot, int8_t* head) {
+  for (int64_t d = 0; d < head_dim; d += kQuad) std::memcpy(head + d * kBlockTokens + slot * kQuad, key + d, kQuad);
+}
+
+// The pool of one head.
+PagedPool PoolOf(const PagedCache& cache, const PagedCall& call, int64_t kv_head) {
+  const int64_t bytes = kBlockTokens * call.head_dim * (cache.IsInt8() ? kInt8 : kBf16);
+  PagedPool pool{AtByte(static_cast<const char*>(cache.blocks), kv_head * bytes), call.kv_heads * bytes};
+  if (!cache.IsInt8()) return pool;
+  pool.scales = cache.scales + kv_head * kBlockTokens;
+  pool.scales_bytes = call.kv_heads * kBlockTokens * kFloat;
+  return pool;
 }
 
 // Returns the number of tokens of the largest unit.
@@ -165,15 +183,29 @@ void PagedPlan::Run(Host& host, PagedCall call) const {
   }
   // All tokens are in the pools before any is read.
   host.ParallelFor(call.queries, [&](int64_t token) {
-    const int64_t position = positions[static_cast<size_t>(token)], slot = position % kBlockTokens;
+    const int64_t position = positions[static_cast<size_t>(token)];
     const int64_t block = call.Blocks(sequences[static_cast<size_t>(token)])[position / kBlockTokens];
-    for (int64_t head = 0; head < call.kv_heads; ++head) {
-      const int64_t at = (block * call.kv_heads + head) * kBlockTokens * call.head_dim;
-      AppendKey(call.k.At(0, head, token), call.head_dim, call.key_pool + at + slot);
-      AppendValue(call.v.At(0, head, token), call.head_dim, call.value_pool + at + slot * call.head_dim);
-    }
+    AppendToken(call, token, block, position % kBlockTokens);
   });
   Attend(host, call);
+}
+
+void PagedPlan::AppendToken(const PagedCall& call, int64_t token, int64_t block, int64_t slot) const {
+  const int64_t dim = call.head_dim;
+  for (int64_t head = 0; head < call.kv_heads; ++head) {
+    const float *key = call.k.At(0, head, token), *value = call.v.At(0, head, token);
+    const int64_t of_head = (block * call.kv_heads + head) * kBlockTokens, at = of_head * dim;
+    if (call.keys.IsInt8()) {
+      int8_t bytes[kMostPagedHeadDim];
+      call.keys.scales[of_head + slot] = attention_.quantize(key, dim, bytes);
+      WriteKey(bytes, dim, slot, static_cast<int8_t*>(call.keys.blocks) + at);
+      int8_t* const values = static_cast<int8_t*>(call.values.blocks) + at;
+      call.values.scales[of_head + slot] = attention_.quantize(value, dim, values + slot * dim);
+    } else {
+      WriteKey(key, dim, slot, static_cast<uint16_t*>(call.keys.blocks) + at);
+      WriteValue(value, dim, slot, static_cast<uint16_t*>(call.values.blocks) + at);
+    }
+  }
 }
 
 void PagedPlan::Attend(Host& host, const PagedCall& call) const {
@@ -196,10 +228,8 @@ void PagedPlan::Attend(Host& host, const PagedCall& call) const {
     args.q_token_bytes = call.q.row_bytes;
     args.q_head_bytes = call.q.head_bytes;
     args.blocks = call.Blocks(unit.sequence);
-    const int64_t elements = kBlockTokens * dim;
-    args.keys = call.key_pool + unit.kv_head * elements;
-    args.values = call.value_pool + unit.kv_head * elements;
-    args.block_bytes = call.kv_heads * elements * static_cast<int64_t>(sizeof(uint16_t));
+    args.keys = PoolOf(call.keys, call, unit.kv_head);
+    args.values = PoolOf(call.values, call, unit.kv_head);
     args.window = form_.window;
     args.scale = call.scale;
     args.softcap = call.softcap;

@@ -18,6 +18,14 @@ struct PagedForm {
   bool interleaved = false;
 };
 
+// Pool of keys or values that tokens are appended to. attention/paged.h has the layouts.
+struct PagedCache {
+  void* blocks = nullptr;
+  float* scales = nullptr;  // null: bfloat16, otherwise int8
+
+  bool IsInt8() const { return scales != nullptr; }
+};
+
 // Chunks of several sequences, one after another: batch 1, queries = tokens. keys, mask and causal are not used.
 struct PagedCall : AttentionCall {
   explicit PagedCall(const AttentionCall& call) : AttentionCall(call) {}
@@ -26,9 +34,9 @@ struct PagedCall : AttentionCall {
   std::span<const int64_t> past;    // tokens of each sequence in the pools
   const int64_t* table = nullptr;   // [sequences][table_columns]: the sequence's blocks
   int64_t table_columns = 0;
-  int64_t blocks = 0;            // of the pools
-  uint16_t* key_pool = nullptr;  // attention/paged.h has the layout
-  uint16_t* value_pool = nullptr;
+  int64_t blocks = 0;  // of the pools
+  PagedCache keys;
+  PagedCache values;
   const float* cos = nullptr;  // [positions][head_dim / 2]; null: no rotary embedding
   const float* sin = nullptr;
   const float* sinks = nullptr;  // [heads]; null: none
@@ -52,6 +60,7 @@ class PagedPlan {
 
  private:
   void Rotate(Host& host, const PagedCall& call, std::span<const int64_t> positions, float* q, float* k) const;
+  void AppendToken(const PagedCall& call, int64_t token, int64_t block, int64_t slot) const;
   void Attend(Host& host, const PagedCall& call) const;
 
   PagedForm form_;

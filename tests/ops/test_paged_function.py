@@ -96,7 +96,7 @@ class Both:
 
 
 def assert_same_pools(pool: np.ndarray, other: np.ndarray) -> None:
-    bits, others = pool.view(np.uint16), other.view(np.uint16)
+    bits, others = (one.view(f"u{one.dtype.itemsize}") for one in (pool, other))
     are_nan = np.isnan(pool.astype(np.float32)) & np.isnan(other.astype(np.float32))
     np.testing.assert_array_equal(np.where(are_nan, 0, bits), np.where(are_nan, 0, others))
 
@@ -121,6 +121,9 @@ def assert_same_pools(pool: np.ndarray, other: np.ndarray) -> None:
         {"sinks": True, "attributes": {"softcap": 2.0, "window": 30}},
         {"by_tokens": True},
         {"by_tokens": True, "heads": 9, "kv_heads": 3, "dim": 64},
+        {"int8": True},
+        {"int8": True, "heads": 9, "kv_heads": 3, "dim": 64, "attributes": {"window": 40, "softcap": 2.0}},
+        {"int8": True, "by_tokens": True, "sinks": True},
     ],
     ids=str,
 )
@@ -144,13 +147,14 @@ def test_operands_by_heads(by_heads: set[str], uses: Any) -> None:
 def test_every_opset(opset: int) -> None:
     Both(opset, sinks=True, rotary=300, attributes={"window": 40, "softcap": 3.0}).check()
     Both(opset, packed=True).check()
+    Both(opset, int8=True).check()
 
 
 @pytest.mark.parametrize("uses", [uses_of, all_uses_of])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"packed": True}, {"by_heads": frozenset(OPERANDS)}, {"by_tokens": True}],
-    ids=["by rows", "packed", "by heads", "pools by tokens"],
+    [{}, {"packed": True}, {"by_heads": frozenset(OPERANDS)}, {"by_tokens": True}, {"int8": True}],
+    ids=["by rows", "packed", "by heads", "pools by tokens", "int8"],
 )
 @pytest.mark.parametrize("blocks", [0, 3])
 def test_calls_without_tokens_or_sequences(changes: dict[str, Any], blocks: int, uses: Any) -> None:
@@ -204,6 +208,22 @@ def test_rounding_of_keys_and_values() -> None:
         assert_same_pools(pool, other)
     keys = both.body.pools[0][:32, 0].astype(np.float32).swapaxes(1, 2).reshape(-1, 16)[:500]
     np.testing.assert_array_equal(keys, numbers[:, 0].astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+def test_rounding_to_int8() -> None:
+    """Rows of all magnitudes, with ties, zeros, Inf and NaN."""
+    both = Both(heads=1, kv_heads=1, dim=16, blocks=64, int8=True)
+    rng = np.random.default_rng(3)
+    rows = rng.integers(-254, 255, (500, 1, 16)).astype(np.float32) / 2
+    rows[:, 0, 0] = 127  # so that halves are ties
+    rows *= np.ldexp(np.float32(1), rng.integers(-140, 120, (500, 1, 1))).astype(np.float32)
+    rows[3], rows[5, 0, 2], rows[7, 0, 3], rows[9, 0, 0] = 0, np.nan, np.inf, -np.inf
+    for node in (both.kernel, both.body):
+        node.run([(np.zeros_like(rows), rows, rows)], [0], [list(range(blocks_of(500)))])
+    for pool, other in zip(both.kernel.pools, both.body.pools, strict=True):
+        assert_same_pools(pool, other)
+    scales = both.kernel.pools[2][:32, 0].ravel()[:500]
+    assert np.flatnonzero(np.isnan(scales)).tolist() == [5, 7, 9]
 
 
 def test_one_function_serves_all_nodes_of_a_model() -> None:

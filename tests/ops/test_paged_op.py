@@ -10,7 +10,10 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto
 
-from .paged_attention import NAMES, Node, blocks_of, expected, sequence
+from ortolan import _native
+
+from .isa_process import run_with_isa
+from .paged_attention import NAMES, SCALES, Node, blocks_of, expected, sequence
 
 CASES: dict[str, dict[str, Any]] = {
     "heads 4": {"heads": 4, "kv_heads": 4, "dim": 32},
@@ -31,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sinks": {"heads": 6, "kv_heads": 2, "dim": 32, "sinks": True, "rotary": 600},
     "sinks and window": {"heads": 6, "kv_heads": 2, "dim": 32, "sinks": True, "attributes": {"window": 100}},
 }
+CASES |= {f"int8, {name}": CASES[name] | {"int8": True} for name in list(CASES)}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -59,7 +63,9 @@ def test_chunks_give_the_same_bits(case: str) -> None:
             assert pool.tobytes() == other.tobytes()
 
 
-@pytest.mark.parametrize("case", ["group of 3", "rotary", "sinks and window"])
+@pytest.mark.parametrize(
+    "case", ["group of 3", "rotary", "sinks and window", "int8, group of 3", "int8, sinks and window"]
+)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_other_sequences_change_nothing(case: str, threads: int) -> None:
     """Chunks of prompts and single steps of several sequences in one call, in scattered blocks, one with a prefix."""
@@ -282,3 +288,58 @@ def test_head_sizes_are_multiples_of_16() -> None:
     node = Node(heads=1, kv_heads=1, dim=24)
     with pytest.raises(Exception, match="head size is 24, expected a multiple of 16"):
         node.run([sequence(node, 2)], [0], [[0]])
+
+
+DIGEST = """
+import hashlib
+import numpy as np
+from tests.ops.paged_attention import Node, blocks_of, sequence
+from tests.ops.test_paged_op import CASES
+
+digest = hashlib.sha256()
+for name, case in CASES.items():
+    node = Node(**case)
+    tensors = sequence(node, 150)
+    for begin, end in ((0, 100), (100, 101), (101, 150)):
+        chunk = tuple(one[begin:end] for one in tensors)
+        digest.update(node.run([chunk], [begin], [list(range(blocks_of(150)))])[0].tobytes())
+    for pool in node.pools:
+        digest.update(np.nan_to_num(pool.astype(np.float32)).tobytes())
+print(digest.hexdigest())
+"""
+
+
+def test_every_instruction_set_gives_the_same_bits() -> None:
+    found = {}
+    for isa in _native.cpu_info()["detected_features"]:
+        done = run_with_isa(isa, DIGEST)
+        assert done.returncode == 0, done.stderr
+        found[isa] = done.stdout
+    assert len(set(found.values())) == 1, found
+
+
+@pytest.mark.parametrize("shape", [(64, 2, 8, 4, 16), (64, 2, 32, 16), (64, 2, 8, 16, 5)], ids=str)
+def test_wrong_int8_keys_are_refused(shape: tuple[int, ...]) -> None:
+    node = Node(heads=2, kv_heads=2, dim=32, int8=True)
+    node.pools[0] = np.zeros(shape, np.int8)
+    with pytest.raises(Exception, match=r"key_pool|[Ii]nvalid rank"):
+        node.run([sequence(node, 4)], [0], [[1]])
+
+
+def test_wrong_scales_are_refused() -> None:
+    node = Node(heads=2, kv_heads=2, dim=32, int8=True)
+    node.pools[3] = np.zeros((64, 1, 16), np.float32)
+    with pytest.raises(Exception, match=r"value_scales 'value_scales' has shape \[64, 1, 16\], expected \[64, 2, 16\]"):
+        node.run([sequence(node, 4)], [0], [[1]])
+
+
+@pytest.mark.parametrize(
+    "int8, scales, message",
+    [(True, (), "the pools are int8, expected"), (False, SCALES, "the pools are bfloat16, which have no key_scales")],
+)
+def test_scales_belong_to_int8_pools(int8: bool, scales: tuple[str, ...], message: str) -> None:
+    class Wrong(Node):
+        scale_names = scales
+
+    with pytest.raises(Exception, match=message):
+        Wrong(heads=2, kv_heads=2, dim=32, int8=int8)
