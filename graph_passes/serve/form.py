@@ -10,6 +10,7 @@
 
 A caller binds one buffer to a pool and its output, so that nothing is copied. PagedNoMADAttention
 (ops/nomad_attention/op_paged.cc) describes the pools: the order of a block's elements is not that of the dimensions.
+int8_cache.py makes the pools int8.
 
 Types and shapes are those of onnxruntime-genai's Engine, whose configuration maps the names (genai.py).
 """
@@ -280,14 +281,24 @@ class _Form:
                     "of attention, so its result depends on the other sequences of a call; export the model with "
                     "position_ids as an input"
                 )
-        nodes = [node for node in self._graph if (node.domain, node.op_type) == (ORTOLAN_DOMAIN, PAGED)]
         used = {node.op_identifier() for node in self._graph.all_nodes()}
         for identifier in [one for one in self._model.functions if one not in used]:
             del self._model.functions[identifier]
-        uses = paged_uses_of(nodes)
-        fill_missing(nodes, PAGED_INPUTS, uses.inputs(), _neutral, self._new_name)
-        put_function(self._model, paged_attention_function(self._graph.opset_imports[""], uses))
+        put_paged_function(self._model, self._new_name)
         declare_operators(self._model)
+
+
+def paged_nodes(graph: ir.Graph) -> list[ir.Node]:
+    """Return the nodes of PagedNoMADAttention."""
+    return [node for node in graph if (node.domain, node.op_type) == (ORTOLAN_DOMAIN, PAGED)]
+
+
+def put_paged_function(model: ir.Model, new_name: NewNames) -> None:
+    """Put the ONNX function that serves all nodes of PagedNoMADAttention, and give them all inputs that it has."""
+    nodes = paged_nodes(model.graph)
+    uses = paged_uses_of(nodes)
+    fill_missing(nodes, PAGED_INPUTS, uses.inputs(), _neutral, new_name)
+    put_function(model, paged_attention_function(model.graph.opset_imports[""], uses))
 
 
 def _neutral(node: ir.Node) -> dict[str, np.ndarray]:

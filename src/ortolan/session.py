@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Config entry that marks session options as registered, because registering twice is an error in ONNX Runtime.
 REGISTERED = "ortolan.registered"
 _EXTENSIONS_DOMAIN = "ai.onnx.contrib"  # operators of onnxruntime-extensions: tokenizers
-_FOLDER_OF_DATA = "session.model_external_initializers_file_folder_path"
+FOLDER_OF_DATA = "session.model_external_initializers_file_folder_path"
 _PACKAGES = ("ortolan", "onnxruntime", "onnx", "onnx-ir", "numpy")
 
 
@@ -216,7 +216,7 @@ def open_session(
         if os.path.getsize(model) == 0:
             raise SessionError(f"{name} is not an ONNX model: the file is empty; export the model to ONNX again")
     if data_folder is not None:
-        options.add_session_config_entry(_FOLDER_OF_DATA, str(data_folder))
+        options.add_session_config_entry(FOLDER_OF_DATA, str(data_folder))
     chosen = [providers] if isinstance(providers, str) else list(providers or [])
     if not chosen and not _names_providers(options):
         chosen = ["CPUExecutionProvider"]

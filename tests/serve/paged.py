@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ortolan.engine.model import PagedModel
+from ortolan.engine.model import CacheType, PagedModel
 from ortolan.engine.step import Step
 
 Chunk = tuple[Sequence[int], int, Sequence[int]]  # tokens, past tokens, blocks of the sequence
@@ -29,7 +29,7 @@ def run(model: PagedModel, *chunks: Chunk) -> np.ndarray:
     return model.run(step_of(*chunks))
 
 
-def open_model(path: Path, threads: int = 1, blocks: int = 40) -> PagedModel:
+def open_model(path: Path, threads: int = 1, blocks: int = 40, cache_type: CacheType = "bfloat16") -> PagedModel:
     """Open a model whose pools have this number of blocks."""
-    size = PagedModel.open(path).block_bytes
-    return PagedModel.open(path, threads=threads, cache_bytes=size * blocks)
+    size = PagedModel.open(path, cache_type=cache_type).block_bytes
+    return PagedModel.open(path, threads=threads, cache_bytes=size * blocks, cache_type=cache_type)

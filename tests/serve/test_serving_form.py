@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import onnx
@@ -13,10 +13,11 @@ import pytest
 from onnx import TensorProto, helper
 
 import ortolan
-from ortolan.engine.model import PagedModel
+from ortolan.engine.model import CacheType, PagedModel
 from ortolan.errors import ArgumentError, ModelError
 from ortolan.generate import Decoder
 from ortolan.graph_passes.serve.form import FORM_VERSION
+from ortolan.graph_passes.serve.int8_cache import use_int8_cache
 from ortolan.models import tiny
 
 from ..passes.cached_llama import FORMS, llama
@@ -26,6 +27,7 @@ IDS = np.random.default_rng(0).integers(0, tiny.TINY_LLAMA.vocab_size, 45).tolis
 OTHER = IDS[::-1]
 BLOCKS = [7, 2, 30]  # of IDS
 WEIGHTS = ("int8", "int4")
+each_cache_type = pytest.mark.parametrize("cache_type", get_args(CacheType))
 
 
 @pytest.fixture(scope="module", params=[(form, weights) for form in FORMS for weights in WEIGHTS], ids="-".join)
@@ -60,18 +62,22 @@ def test_its_interface(files: tuple[Path, Path]) -> None:
     assert {value.type for value in session.get_inputs() if value.name in caches} == {"tensor(bfloat16)"}
 
 
-def test_its_logits_are_those_of_the_decoder(files: tuple[Path, Path]) -> None:
+@each_cache_type
+def test_its_logits_are_those_of_the_decoder(files: tuple[Path, Path], cache_type: CacheType) -> None:
     expected = Decoder(ortolan.create_session(files[0])).step(IDS)
-    found = run(open_model(files[1]), (IDS, 0, BLOCKS))
-    # Keys and values are rounded to bfloat16 (8 bits), and quantization of activations may amplify that.
+    found = run(open_model(files[1], cache_type=cache_type), (IDS, 0, BLOCKS))
+    # Keys and values are rounded to 8 bits, and quantization of activations may amplify that.
     assert np.linalg.norm(found - expected) < 0.03 * np.linalg.norm(expected)
-    assert not np.array_equal(found, run(open_model(files[1]), (IDS[1:], 0, BLOCKS)))
+    assert not np.array_equal(found, run(open_model(files[1], cache_type=cache_type), (IDS[1:], 0, BLOCKS)))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_how_a_sequence_is_cut_and_what_is_beside_it_does_not_matter(files: tuple[Path, Path], threads: int) -> None:
-    whole = run(open_model(files[1]), (IDS, 0, BLOCKS))
-    model = open_model(files[1], threads)
+@each_cache_type
+def test_how_a_sequence_is_cut_and_what_is_beside_it_does_not_matter(
+    files: tuple[Path, Path], threads: int, cache_type: CacheType
+) -> None:
+    whole = run(open_model(files[1], cache_type=cache_type), (IDS, 0, BLOCKS))
+    model = open_model(files[1], threads, cache_type=cache_type)
     cuts = [0, 1, 5, 20, 21, 45]
     parts, past = [], 0
     for number, (begin, end) in enumerate(pairwise(cuts)):
@@ -83,17 +89,19 @@ def test_how_a_sequence_is_cut_and_what_is_beside_it_does_not_matter(files: tupl
     np.testing.assert_array_equal(np.concatenate(parts), whole)
     # The second sequence was computed beside the first, which must not matter, either.
     np.testing.assert_array_equal(
-        run(model, (OTHER[:past], 0, [20, 21, 22])), run(open_model(files[1]), (OTHER[:past], 0, [0, 1, 2]))
+        run(model, (OTHER[:past], 0, [20, 21, 22])),
+        run(open_model(files[1], cache_type=cache_type), (OTHER[:past], 0, [0, 1, 2])),
     )
 
 
-def test_sequences_share_blocks(files: tuple[Path, Path]) -> None:
-    model = open_model(files[1])
+@each_cache_type
+def test_sequences_share_blocks(files: tuple[Path, Path], cache_type: CacheType) -> None:
+    model = open_model(files[1], cache_type=cache_type)
     run(model, (IDS[:32], 0, [3, 4]))
     tails = [[*IDS[32:40]], [*OTHER[:8]]]
     found = run(model, *((tail, 32, [3, 4, 5 + i]) for i, tail in enumerate(tails)))
     for i, tail in enumerate(tails):
-        expected = run(open_model(files[1]), ([*IDS[:32], *tail], 0, [9, 8, 7]))[32:]
+        expected = run(open_model(files[1], cache_type=cache_type), ([*IDS[:32], *tail], 0, [9, 8, 7]))[32:]
         np.testing.assert_array_equal(found[8 * i : 8 * (i + 1)], expected)
 
 
@@ -117,6 +125,41 @@ def test_without_the_library_its_function_runs(tmp_path: Path) -> None:
     plain = onnxruntime.InferenceSession(tmp_path / "serving.onnx", providers=["CPUExecutionProvider"])
     found = run(PagedModel(plain, cache_bytes=40 * model.block_bytes), (IDS, 0, BLOCKS))
     assert np.linalg.norm(found - expected) < 0.03 * np.linalg.norm(expected)
+
+
+def test_an_int8_cache_of_the_function(tmp_path: Path) -> None:
+    """The model with an int8 cache is valid and gives nearly the same logits in plain ONNX Runtime."""
+    import onnx_ir as ir
+    import onnxruntime
+
+    onnx.save(llama("gqa"), tmp_path / "model.onnx")
+    ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "serving.onnx", weights="int8", serve=True)
+    model = ir.load(tmp_path / "serving.onnx")
+    use_int8_cache(model, "the model")
+    once = ir.to_proto(model).SerializeToString()
+    use_int8_cache(model, "the model")
+    assert ir.to_proto(model).SerializeToString() == once
+    ours = open_model(tmp_path / "serving.onnx", cache_type="int8")
+    plain = onnxruntime.InferenceSession(once, providers=["CPUExecutionProvider"])
+    expected, found = (run(one, (IDS, 0, BLOCKS)) for one in (ours, PagedModel(plain, cache_bytes=1 << 20)))
+    assert np.linalg.norm(found - expected) < 0.03 * np.linalg.norm(expected)
+
+
+def test_an_int8_cache_takes_less_memory(files: tuple[Path, Path]) -> None:
+    blocks = [PagedModel.open(files[1], cache_type=one).block_bytes for one in get_args(CacheType)]
+    head_size = 16
+    assert blocks[1] / blocks[0] == (head_size + 4) / (2 * head_size)
+
+
+def test_unknown_cache_types_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="cache_type is 'int4', expected one of bfloat16, int8"):
+        PagedModel.open(tmp_path, cache_type="int4")  # type: ignore[arg-type]
+
+
+def test_only_the_form_for_serving_can_have_an_int8_cache(tmp_path: Path) -> None:
+    onnx.save(llama("gqa"), tmp_path / "model.onnx")
+    with pytest.raises(ModelError, match=r"has not the form for serving"):
+        PagedModel.open(tmp_path / "model.onnx", cache_type="int8")
 
 
 def test_windows_of_masks_are_kept(tmp_path: Path) -> None:

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
+from onnx import TensorProto
 
 from ortolan.graph_passes.files.model_file import model_in
 from ortolan.graph_passes.find.head import LOGITS
 from ortolan.graph_passes.measure.machine import usable_memory
 from ortolan.graph_passes.names import CONTEXT_KEY, SERVING_KEY
 from ortolan.graph_passes.serve.form import POOL, check_form_version
+from ortolan.graph_passes.serve.int8_cache import use_int8_cache
 
 from ..errors import ArgumentError, ModelError
-from ..session import create_session, new_options
+from ..session import FOLDER_OF_DATA, create_session, new_options
 from .step import BLOCK_TOKENS, Step
 
 if TYPE_CHECKING:
     import onnxruntime
+    from onnx import ModelProto
 
 _SHARE_OF_MEMORY = 4  # pools get 1 / this of the memory by default
 _MOST_SEQUENCES = 64  # whose contexts the pools hold at most by default
-_BF16_BYTES = 2
 _TYPES = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}  # of the inputs that a step gives
+# NumPy and ONNX types of pools, and of their scales.
+_POOL_TYPES = {
+    "tensor(bfloat16)": (np.uint16, TensorProto.BFLOAT16),
+    "tensor(int8)": (np.int8, TensorProto.INT8),
+    "tensor(float)": (np.float32, TensorProto.FLOAT),
+}
+CacheType = Literal["bfloat16", "int8"]
 
 
 class PagedModel:
@@ -55,6 +64,8 @@ class PagedModel:
             ModelError: The session has not the form for serving, or another version of it.
             ArgumentError: `context` exceeds the model's limit, or `cache_bytes` is too small for one sequence.
         """
+        import onnxruntime
+
         metadata = session.get_modelmeta().custom_metadata_map
         if SERVING_KEY not in metadata:
             inputs = ", ".join(value.name for value in session.get_inputs()[:6])
@@ -63,7 +74,8 @@ class PagedModel:
                 "optimize_onnx(model, output, serve=True) or `ortolan import --serve`"
             )
         check_form_version(metadata[SERVING_KEY])
-        shapes = {value.name: value.shape[1:] for value in session.get_inputs() if value.name.startswith(POOL)}
+        pools = [value for value in session.get_inputs() if value.name.startswith(POOL)]
+        shapes = {value.name: value.shape[1:] for value in pools}
         vocabulary: list[int] = next((out.shape[-1:] for out in session.get_outputs() if out.name == LOGITS), [])
         said = metadata.get(CONTEXT_KEY, "1")
         sizes = [*vocabulary, *(size for shape in shapes.values() for size in shape)]
@@ -77,7 +89,10 @@ class PagedModel:
         self._session = session
         self._types = {value.name: _TYPES[value.type] for value in session.get_inputs() if value.type in _TYPES}
         self.vocabulary: int = vocabulary[0]
-        self.block_bytes = sum(int(np.prod(shape)) for shape in shapes.values()) * _BF16_BYTES
+        types = {value.name: _POOL_TYPES[value.type] for value in pools}
+        self.block_bytes = sum(
+            int(np.prod(shape)) * np.dtype(types[name][0]).itemsize for name, shape in shapes.items()
+        )
         self.limit = limit = int(metadata[CONTEXT_KEY]) if CONTEXT_KEY in metadata else None
         if context is not None and limit is not None and not 1 <= context <= limit:
             raise ArgumentError(f"context is {context}, expected 1 to the model's {limit} tokens")
@@ -94,7 +109,13 @@ class PagedModel:
                 "cache memory (--cache-memory, cache_bytes) or a shorter context"
             )
         self.context = min(wanted or self.blocks * BLOCK_TOKENS, self.blocks * BLOCK_TOKENS)
-        self._allocate(shapes)
+        self._binding: Any = self._session.io_binding()
+        for name, shape in shapes.items():
+            dtype, element_type = types[name]
+            pool = np.zeros([self.blocks, *shape], dtype)
+            value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(pool, element_type)
+            self._binding.bind_ortvalue_input(name, value)
+            self._binding.bind_ortvalue_output(f"new_{name}", value)
 
     @classmethod
     def open(
@@ -104,6 +125,7 @@ class PagedModel:
         threads: int | None = None,
         context: int | None = None,
         cache_bytes: int | None = None,
+        cache_type: CacheType = "bfloat16",
     ) -> PagedModel:
         """Open the model of a folder, or a model file.
 
@@ -112,30 +134,25 @@ class PagedModel:
             threads: Threads of ONNX Runtime. Default: one for each core.
             context: As for the constructor.
             cache_bytes: As for the constructor.
+            cache_type: The type of keys and values in the KV cache. int8 has a scale for each token and head, and takes
+                about half the memory.
 
         Raises:
             SessionError: The model cannot be opened.
             ModelError: It has not the form for serving.
-            ArgumentError: As for the constructor.
+            ArgumentError: As for the constructor, or the cache type is unknown.
         """
+        if cache_type not in get_args(CacheType):
+            raise ArgumentError(f"cache_type is {cache_type!r}, expected one of {', '.join(get_args(CacheType))}")
         options = new_options()
         if threads is not None:
             options.intra_op_num_threads = threads
         # Threads spin within a step, where the next layer follows at once, but not while the engine waits for requests.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         path = Path(folder)
-        return cls(create_session(model_in(path) if path.is_dir() else path, options), context, cache_bytes)
-
-    def _allocate(self, shapes: dict[str, list[int]]) -> None:
-        import onnxruntime
-        from onnx import TensorProto
-
-        self._binding: Any = self._session.io_binding()
-        for name, shape in shapes.items():
-            pool = np.zeros([self.blocks, *shape], np.uint16)
-            value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(pool, TensorProto.BFLOAT16)
-            self._binding.bind_ortvalue_input(name, value)
-            self._binding.bind_ortvalue_output(f"new_{name}", value)
+        file = model_in(path) if path.is_dir() else path
+        model = _with_int8_cache(file, options) if cache_type == "int8" else file
+        return cls(create_session(model, options), context, cache_bytes)
 
     def run(self, step: Step) -> np.ndarray:
         """Append the tokens of a step to the pools, and return the logits float32 [rows, vocabulary]."""
@@ -147,6 +164,16 @@ class PagedModel:
         self._binding.bind_output(LOGITS, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         self._session.run_with_iobinding(self._binding)
         return logits
+
+
+def _with_int8_cache(file: Path, options: onnxruntime.SessionOptions) -> ModelProto:
+    """Return the model with int8 pools. Weights in other files stay there; `options` get their folder."""
+    import onnx_ir as ir
+
+    model = ir.load(file)
+    use_int8_cache(model, str(file))
+    options.add_session_config_entry(FOLDER_OF_DATA, str(file.parent))
+    return ir.to_proto(model)
 
 
 def _blocks(tokens: int) -> int:
