@@ -99,7 +99,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="FORM",
-            help="How the model writes tool calls: hermes, mistral or llama. Default: from its chat template.",
+            help="How the model writes tool calls: hermes, qwen3_coder, mistral or llama. Default: from its chat template.",
             show_default=False,
         ),
     ] = None,

@@ -83,7 +83,7 @@ async def chat(request: Request, generator: Generator, settings: ServerSettings)
         markers,
         state == "opened",
         folder.tool_family if tools.functions else None,
-        tools.names,
+        tools.schemas,
         tools.several,
     )
     choices = [_Choice(index, form, generator.texts, read.logprobs) for index in range(options.n)]

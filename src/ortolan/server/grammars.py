@@ -10,7 +10,8 @@ from typing import Any
 from ..engine.grammar import json_expression
 from .errors import ApiError
 from .reasoning import ThoughtMarkers
-from .tool_calls import HERMES, LLAMA, MISTRAL, TOOL_CALLS
+from .tool_calls import HERMES, LLAMA, MISTRAL, QWEN_CODER, TOOL_CALLS
+from .xml_calls import xml_calls_rules
 
 _TEXT = r"/(.|\n)*/"
 _NAMED_TOKEN = re.compile(r"<[^<>\s]+>")
@@ -40,9 +41,10 @@ def calls_grammar(
         optional: Allow text without calls, and text before and after calls.
 
     Raises:
-        ApiError: 400 if calls are optional and no single token begins them, by which a grammar would know them.
+        ApiError: 400 if calls are optional and no single token begins them, by which a grammar would know them; or if
+            the family's form cannot enforce a keyword of a strict function.
     """
-    marker = {HERMES: "<tool_call>", MISTRAL: TOOL_CALLS}.get(family, "")
+    marker = {HERMES: "<tool_call>", QWEN_CODER: "<tool_call>", MISTRAL: TOOL_CALLS}.get(family, "")
     if optional and marker not in added_tokens:
         raise ApiError(
             400,
@@ -50,9 +52,22 @@ def calls_grammar(
             "expected strict false, or tool_choice required",
             param="tools",
         )
-    field = "parameters" if family == LLAMA else "arguments"
     # Without strict, keywords that cannot be enforced are ignored, as models without grammars would do.
     lenient = not any(tool.get("strict") is True for tool in tools)
+    if family == QWEN_CODER:
+        start, end = (_marker(text, added_tokens) for text in ("<tool_call>", "</tool_call>"))
+        rules = xml_calls_rules(tools, start, end, several=several, lenient=lenient)
+    else:
+        rules = _json_calls_rules(family, tools, added_tokens, several, lenient)
+    body = f"TEXT (calls TEXT){'*' if several else '?'}" if optional else "calls"
+    return f"body: {body}\n{rules}"
+
+
+def _json_calls_rules(
+    family: str, tools: Sequence[Mapping[str, Any]], added_tokens: Collection[str], several: bool, lenient: bool
+) -> str:
+    """Return the rules `calls`, for families that write calls as JSON."""
+    field = "parameters" if family == LLAMA else "arguments"
     call = json_expression({"anyOf": [_call_schema(tool, field) for tool in tools]}, lenient=lenient)
 
     def repeated(rule: str, separator: str) -> str:
@@ -66,8 +81,7 @@ def calls_grammar(
     else:
         assert family == LLAMA
         rules = f"calls: {repeated('json', '; ')}\n"
-    body = f"TEXT (calls TEXT){'*' if several else '?'}" if optional else "calls"
-    return f"body: {body}\n{rules}json: {call}\n"
+    return f"{rules}json: {call}\n"
 
 
 def _marker(text: str, added_tokens: Collection[str]) -> str:

@@ -44,7 +44,7 @@ class ServeOptions:
         max_sequences: The most sequences that run at the same time.
         max_queue: The most sequences that wait; more get 429.
         encoder: An embedding model or a reranker that is served too.
-        tool_calls: The form of tool calls, if the chat template does not tell: hermes, mistral or llama.
+        tool_calls: The form of tool calls, if the chat template does not tell: hermes, qwen3_coder, mistral or llama.
         api_key: The key that requests must have. Default: the environment variable ORTOLAN_API_KEY, else no key.
         drain_seconds: How long requests may continue after SIGTERM or SIGINT.
         limits: The limits on requests.
