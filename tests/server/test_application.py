@@ -218,6 +218,32 @@ def test_the_key():
         assert client.post(CHAT, json=chat(), headers={"Authorization": good}).status_code == 200
 
 
+@pytest.mark.parametrize("origins", [("http://localhost:3000", "app://x"), ("*",)])
+def test_web_pages_of_other_origins(origins):
+    """A browser first asks without the key, and reads answers and errors only with the header."""
+    asked = {"Origin": "app://x", "Access-Control-Request-Method": "POST"}
+    asked["Access-Control-Request-Headers"] = "authorization, content-type, x-stainless-os"
+    opened = scripted_application(api_key="secret", allow_origins=origins)
+    with opened as application, TestClient(application.asgi) as client:
+        allowed = client.options(CHAT, headers=asked)
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-headers"] == asked["Access-Control-Request-Headers"]
+        key = {"Authorization": "Bearer secret"}
+        for more, status in ((key, 200), ({}, 401)):
+            for stream in (False, True):
+                answer = client.post(CHAT, json=chat(stream=stream), headers={"Origin": "app://x", **more})
+                assert answer.status_code == status
+                assert answer.headers["access-control-allow-origin"] in ("app://x", "*")
+        refused = client.post(CHAT, json=chat(), headers={**key, "Origin": "http://other"})
+        assert ("access-control-allow-origin" in refused.headers) == (origins == ("*",))
+
+
+def test_web_pages_of_other_origins_are_not_allowed_by_default(client):
+    asked = {"Origin": "http://x", "Access-Control-Request-Method": "POST"}
+    assert client.options(CHAT, headers=asked).status_code == 405
+    assert "access-control-allow-origin" not in client.post(CHAT, json=chat(), headers=asked).headers
+
+
 def test_metrics(client):
     client.post(CHAT, json=chat())
     client.post(CHAT, content=b"{")

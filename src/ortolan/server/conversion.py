@@ -23,10 +23,10 @@ def model_kind(path: Path) -> Kind:
     Raises:
         ModelError: The model cannot be read, or has another version of the form for serving.
     """
-    return _kind(_load(path))
+    return graph_kind(load_graph(path))
 
 
-def _load(path: Path) -> Any:
+def load_graph(path: Path) -> Any:
     """Load a file or a folder's model, without its weights."""
     import onnx_ir as ir
 
@@ -42,7 +42,8 @@ def _load(path: Path) -> Any:
     return model
 
 
-def _kind(model: Any) -> Kind:
+def graph_kind(model: Any) -> Kind:
+    """Return what a loaded model is, see `model_kind`."""
     from ortolan.graph_passes.serve.form import is_serving_form
 
     if is_serving_form(model):
@@ -74,8 +75,8 @@ def serving_folder(
     if not is_gguf:
         if not source.is_dir():
             raise ModelError(f"{str(source)!r} is a file, expected a folder with model.onnx, or a .gguf file")
-        model = _load(source)
-        if _kind(model) == "serving":
+        model = load_graph(source)
+        if graph_kind(model) == "serving":
             return source
         _require_original(model, source)
     path = Path(os.path.abspath(source))  # the name that the user typed, not that of a link's target
