@@ -102,6 +102,47 @@ def test_a_gguf_file_is_converted_once(tmp_path):
     assert read_model_folder(found).sampling == {}
 
 
+CONVERT = """
+import sys, time
+from pathlib import Path
+from ortolan.server.conversion import serving_folder
+
+source, cache, holds = Path(sys.argv[1]), Path(sys.argv[2]), len(sys.argv) > 3
+
+def wait(stage, done, total):
+    if holds and stage == "save":
+        print("holds", flush=True)
+        time.sleep(600)
+
+print(serving_folder(source, cache, wait, lambda line: print(line, flush=True)), flush=True)
+"""
+
+
+def test_two_processes_that_convert_the_same_file(tmp_path):
+    """The second one waits, and converts the file itself when the first one is killed, of which no files stay."""
+    source, cache = tmp_path / "m.gguf", tmp_path / "cache"
+    write_gguf(source, CONFIGS["llama"])
+    command = [sys.executable, "-P", "-c", CONVERT, str(source), str(cache)]
+    with subprocess.Popen([*command, "holds"], stdout=subprocess.PIPE, text=True) as first:
+        try:
+            assert first.stdout.readline() == "converting m.gguf to the form for serving (once)\n"
+            assert first.stdout.readline() == "holds\n"
+            assert any(one.name.startswith(".m-") for one in (cache / "serving").iterdir())
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as second:
+                try:
+                    assert second.stdout.readline() == "waiting for another process, which is converting m.gguf\n"
+                    first.kill()
+                    assert second.stdout.readline() == "converting m.gguf to the form for serving (once)\n"
+                    made = Path(second.stdout.readline().strip())
+                    assert second.wait(60) == 0
+                finally:
+                    second.kill()
+        finally:
+            first.kill()
+    assert sorted(one.name for one in made.parent.iterdir()) == [made.name, f"{made.name}.lock"]
+    assert serving_folder(source, cache) == made
+
+
 def test_a_link_to_a_file_keeps_its_name(tmp_path, monkeypatch):
     write_gguf(tmp_path / "blob", CONFIGS["llama"])
     link = tmp_path / "tiny-0.5B.gguf"

@@ -64,11 +64,13 @@ def serving_folder(
         source: A GGUF file, a folder with a decoder, or a folder that has the form for serving already.
         cache: The cache folder.
         progress: As for `optimize_onnx`.
-        say: Called with a line if a conversion begins.
+        say: Called with a line if a conversion begins, or if another process is converting the same model.
 
     Raises:
         OrtolanError: The model cannot be read or converted.
     """
+    from ortolan.graph_passes.files.work_folder import remove_abandoned
+
     if not source.exists():
         raise ModelError(missing_model(source))
     is_gguf = source.is_file() and source.suffix == ".gguf"
@@ -85,8 +87,9 @@ def serving_folder(
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.with_name(f"{target.name}.lock")):
+    with _locked(target.with_name(f"{target.name}.lock"), path.name, say):
         if not target.is_dir():  # another process may have made it meanwhile
+            remove_abandoned(target)
             if say is not None:
                 say(f"converting {path.name} to the form for serving (once)")
             _convert(source, target, is_gguf, progress)
@@ -115,12 +118,17 @@ def _convert(source: Path, target: Path, is_gguf: bool, progress: Progress | Non
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, name: str, say: Callable[[str], None] | None) -> Iterator[None]:
     """Wait until no other process has the lock: several replicas start at the same time."""
     import fcntl
 
     with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if say is not None:
+                say(f"waiting for another process, which is converting {name}")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
