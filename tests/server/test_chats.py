@@ -443,6 +443,22 @@ def test_a_shared_prefix_is_computed_once(http):
     assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 17
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_requests_with_different_salts_share_no_prefix(http, path):
+    text = f"A preface of {path}. " * 20
+
+    def cached(**more):
+        asked = {"prompt": text} if path == "/v1/completions" else say(text)
+        answer = http.post(path, json={**asked, "max_tokens": 20, **more}).json()
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached() == 0 < cached()
+    assert cached(cache_salt="a") == 0 < cached(cache_salt="a")
+    assert cached(cache_salt="b") == 0
+    assert cached(cache_salt="a" * 16) == 0
+    assert cached(cache_salt="") == cached() == cached(cache_salt="a")
+
+
 def test_names_of_tokens_are_looked_up_beside_the_event_loop(http, monkeypatch):
     threads = []
 

@@ -155,13 +155,13 @@ def prefix_key(path: str, content: bytes) -> str:
         if not isinstance(messages, list):
             return ""
         users = [number for number, one in enumerate(messages) if isinstance(one, dict) and one.get("role") == "user"]
-        beginning: Any = [body.get("tools"), messages[: users[0] + 1 if users else 1]]
+        beginning: Any = [body.get("cache_salt"), body.get("tools"), messages[: users[0] + 1 if users else 1]]
     elif path.endswith("/completions"):
         prompt = body.get("prompt")
         prompt = prompt[0] if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else prompt
         if not isinstance(prompt, str | list):
             return ""
-        beginning = prompt[:_PREFIX_LENGTH]
+        beginning = [body.get("cache_salt"), prompt[:_PREFIX_LENGTH]]
     else:
         return ""
     return hashlib.blake2b(orjson.dumps(beginning), digest_size=12).hexdigest()

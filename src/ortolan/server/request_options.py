@@ -14,7 +14,7 @@ from .model_folder import ModelFolder
 from .settings import Limits
 
 _SEEDS = 1 << 63
-_NAMED_CHARACTERS = 512  # of user, which only names a client
+_NAMED_CHARACTERS = 512  # of user and cache_salt, which are only compared
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class CommonOptions:
         include_usage: A stream ends with the numbers of tokens.
         client: Whose request this is, for fairness: the host, which a client cannot choose.
         user: For whom the client asks, by its own word.
+        cache_salt: As for the engine's request.
         deadline: When the request ends, in seconds of time.monotonic().
     """
 
@@ -43,6 +44,7 @@ class CommonOptions:
     include_usage: bool
     client: str
     user: str
+    cache_salt: str
     deadline: float
 
     def request(self, prompt: tuple[int, ...], context: int, grammar: Grammar | None = None) -> Request:
@@ -71,6 +73,7 @@ class CommonOptions:
             deadline=self.deadline,
             client=self.client,
             user=self.user,
+            cache_salt=self.cache_salt,
             grammar=grammar,
         )
 
@@ -106,6 +109,7 @@ def read_common(
         stream and streaming is not None and streaming.boolean("include_usage"),
         f"host {host}",
         user or "",
+        fields.string("cache_salt", "", _NAMED_CHARACTERS),
         time.monotonic() + limits.seconds,
     )
 
