@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 
 import pytest
@@ -226,6 +227,54 @@ def test_structured_answers(client, stream):
     assert person["name"] in ("Ada", "Bob")
     assert 10 <= person["age"] <= 99
     assert text == json.dumps(person)  # the spaces of TokenGrammar.from_json_schema
+
+
+GBNF = r"""
+root ::= item ("-" item)*
+item ::= [x-z] | "1/2" # a comment
+"""
+FORMS = [
+    ({"guided_json": {"enum": ["x"]}}, '"x"'),
+    ({"guided_json": '{"enum": ["x"]}'}, '"x"'),
+    ({"json_schema": {"enum": [5]}}, "5"),
+    ({"response_format": {"type": "json_object", "schema": {"enum": [5]}}}, "5"),
+    ({"guided_regex": r"x/[0-9]{2}\/é"}, r"x/\d\d/é"),
+    ({"guided_regex": "^a\nb$"}, "a\nb"),
+    ({"guided_choice": ["é🦆\n", 'z"']}, 'é🦆\n|z"'),
+    ({"guided_grammar": "start: WORD\nWORD: /[x-z]{3}/"}, "[x-z]{3}"),
+    ({"grammar": GBNF, "n_predict": 1}, "x|y|z|1"),
+    ({"structured_outputs": {"json": {"enum": ["x"]}}}, '"x"'),
+    ({"structured_outputs": {"regex": "x{3}"}}, "xxx"),
+    ({"structured_outputs": {"choice": ["x"]}}, "x"),
+    ({"structured_outputs": {"grammar": 'start: "x"'}}, "x"),
+    ({"structured_outputs": {"json_object": True}, "n_predict": 1}, r"\{"),
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize(("asked", "pattern"), FORMS)
+def test_forms_of_answers_as_other_servers_name_them(http, path, asked, pattern):
+    prompt = say("hello") if path == "/v1/chat/completions" else {"prompt": "hello"}
+    answer = http.post(path, json={"n_predict": 60, **prompt, "temperature": 0, **asked})
+    choice = answer.json()["choices"][0]
+    text = choice["message"]["content"] if "message" in choice else choice["text"]
+    assert re.fullmatch(pattern, text), text
+    assert choice["finish_reason"] == ("length" if "n_predict" in asked else "stop")
+
+
+def test_a_form_after_thoughts(thinking):
+    message = thinking.post("/v1/chat/completions", json=say("think", grammar=GBNF, max_tokens=30)).json()
+    message = message["choices"][0]["message"]
+    assert message["reasoning_content"] == "Hm." and message["content"][0] in "xyz1"
+
+
+def test_names_of_fields_in_other_servers(http, monkeypatch):
+    seen = []
+    submit = http.application.engine.submit
+    monkeypatch.setattr(http.application.engine, "submit", lambda one: seen.append(one) or submit(one))
+    http.post("/v1/completions", json={"prompt": "aa", "n_predict": 3, "repeat_penalty": 1.5})
+    http.post("/v1/completions", json={"prompt": "aa", "n_predict": 3, "max_tokens": 4, "repetition_penalty": 2})
+    assert [(one.max_tokens, one.sampling.repetition_penalty) for one in seen] == [(3, 1.5), (4, 2)]
 
 
 def test_a_json_object(http):

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..engine.grammar import json_expression
+from ..errors import ArgumentError, one_line
 from .errors import ApiError
 from .reasoning import ThoughtMarkers
 from .tool_calls import HERMES, LLAMA, MISTRAL, QWEN_CODER, TOOL_CALLS
@@ -16,11 +17,47 @@ from .xml_calls import xml_calls_rules
 _TEXT = r"/(.|\n)*/"
 _NAMED_TOKEN = re.compile(r"<[^<>\s]+>")
 _LINE = "\n"
+_SLASH = re.compile(r"\\.|/", re.DOTALL)  # in a regular expression, an escaped character or a slash
+_MOST_GBNF, _MOST_GBNF_RULES = 1 << 14, 256
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
     """Return the rule `body` for a JSON value of a schema, whose keywords must all be supported."""
     return f"body: {json_expression(schema)}\n"
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """Return the rule `body` for one of several strings."""
+    return f"body: {' | '.join(json.dumps(one) for one in choices)}\n"
+
+
+def regex_grammar(pattern: str) -> str:
+    """Return the rule `body` for the strings that a regular expression matches as a whole."""
+    written = _SLASH.sub(lambda found: found[0] if found[0][0] == "\\" else "\\/", pattern).replace("\n", "\\n")
+    return f"body: /{written}/\n"
+
+
+def own_grammar(grammar: str) -> str:
+    """Return the rule `body` for a client's grammar, in llguidance's variant of Lark or in llama.cpp's GBNF.
+
+    Raises:
+        ArgumentError: The GBNF has errors or is too large.
+    """
+    from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+
+    if not is_lark_syntax(grammar):
+        # The converter's time grows with the square of the rules.
+        if len(grammar) > _MOST_GBNF or grammar.count("::=") > _MOST_GBNF_RULES:
+            raise ArgumentError(
+                f"the GBNF has more than {_MOST_GBNF} characters or {_MOST_GBNF_RULES} rules; simplify it, or send Lark"
+            )
+        try:
+            grammar = gbnf_to_lark(grammar)
+        except Exception as error:  # the converter has no common type
+            raise ArgumentError(
+                f"not a grammar in Lark, which has a rule start, or in GBNF: {one_line(error)}"
+            ) from None
+    return f"body: %lark {{\n{grammar}\n}}\n"
 
 
 def calls_grammar(

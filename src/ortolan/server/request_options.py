@@ -10,6 +10,7 @@ from typing import Any
 from ..engine import Grammar, Request, SamplingOptions
 from .errors import ApiError
 from .fields import Fields
+from .foreign_fields import sent_name
 from .model_folder import ModelFolder
 from .settings import Limits
 
@@ -100,7 +101,7 @@ def read_common(
     streaming = fields.fields("stream_options")
     user = fields.string("safety_identifier", None, _NAMED_CHARACTERS) or fields.string("user", None, _NAMED_CHARACTERS)
     return CommonOptions(
-        newest if newest is not None else fields.integer("max_tokens", max_tokens, 1, most),
+        newest if newest is not None else fields.integer(sent_name(fields, "max_tokens"), max_tokens, 1, most),
         _sampling(fields, folder.sampling, limits, logprobs),
         _stop(fields, limits),
         frozenset() if fields.boolean("ignore_eos") else folder.end_tokens,
@@ -123,7 +124,7 @@ def _sampling(fields: Fields, defaults: Mapping[str, float], limits: Limits, log
         min_p=fields.number("min_p", defaults.get("min_p", 0.0), 0, 1),
         seed=fields.integer("seed", None, -_SEEDS, 2 * _SEEDS - 1),
         repetition_penalty=fields.number(
-            "repetition_penalty", defaults.get("repetition_penalty", 1.0), 0, 10, above=True
+            sent_name(fields, "repetition_penalty"), defaults.get("repetition_penalty", 1.0), 0, 10, above=True
         ),
         presence_penalty=fields.number("presence_penalty", 0.0, -2, 2),
         frequency_penalty=fields.number("frequency_penalty", 0.0, -2, 2),
