@@ -242,7 +242,7 @@ KINDS = {
 
 @given(st.data(), st.lists(st.sampled_from(sorted(KINDS)), max_size=5), st.lists(st.integers(1, 400)))
 def test_xml_arguments_keep_their_types(data, kinds, cuts):
-    """As Qwen3-Coder's template writes them: objects and arrays in JSON, other values as Python's str()."""
+    """Read values that Qwen3-Coder's template wrote: objects and arrays in JSON, other values as Python's str()."""
     arguments = {f"p{number}": data.draw(KINDS[kind]) for number, kind in enumerate(kinds)}
     schema = {"properties": {f"p{number}": {"type": kind} for number, kind in enumerate(kinds)}}
     answer = "<tool_call>\n<function=f>\n"
@@ -264,7 +264,7 @@ def test_xml_arguments_keep_their_types(data, kinds, cuts):
         ("7.5", ["integer"], "7.5"),
         (" True\n", ["boolean"], True),
         ("None", ["string", "null"], None),
-        ("none of it", ["string", "null"], "none of it"),
+        ("none yet", ["string", "null"], "none yet"),
         ('"quoted"', ["string", "null"], '"quoted"'),
         ('{"a": [1]}', ["object"], {"a": [1]}),
         ("{'a': 1}", ["object"], "{'a': 1}"),

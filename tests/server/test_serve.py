@@ -119,7 +119,7 @@ print(serving_folder(source, cache, wait, lambda line: print(line, flush=True)),
 
 
 def test_two_processes_that_convert_the_same_file(tmp_path):
-    """The second one waits, and converts the file itself when the first one is killed, of which no files stay."""
+    """The second one waits, and converts the file itself when the first one is killed, whose files are removed."""
     source, cache = tmp_path / "m.gguf", tmp_path / "cache"
     write_gguf(source, CONFIGS["llama"])
     command = [sys.executable, "-P", "-c", CONVERT, str(source), str(cache)]

@@ -214,7 +214,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[st
 
 
 def _resolved(reference: str, root: Any) -> Any:
-    """Return the part of a schema to which a reference such as "#/$defs/City" points; None if there is none."""
+    """Return the part of a schema to which a reference such as "#/$defs/City" points; None if it is missing."""
     if not reference.startswith("#"):
         return None
     for name in reference.split("/")[1:]:
@@ -318,7 +318,7 @@ def _value(tool: str, schema: Mapping[str, Any], root: Mapping[str, Any], lenien
 
 
 def _alternatives(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str, Any]]:
-    """Yield the schemas of which a value may match any one."""
+    """Yield the alternatives of a schema: a value matches one of them."""
     if not isinstance(schema, dict) or depth > _DEEPEST:
         yield {}
     elif isinstance(reference := schema.get("$ref"), str):
