@@ -361,11 +361,18 @@ def test_options_of_the_terminal_are_checked_before_the_conversion(command, opti
     assert found.exit_code == 1 and reason in found.output
 
 
-@pytest.mark.parametrize("name", ["folder", "prepared"])
-def test_the_context_of_a_folder_is_checked_before_it_is_opened(name, request, monkeypatch):
+@pytest.mark.parametrize("name", ["folder", "prepared", "GGUF"])
+def test_the_context_of_a_folder_is_checked_before_it_is_opened(name, request, tmp_path, monkeypatch):
+    if name == "GGUF":  # converted before
+        monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path / "cache"))
+        model = tmp_path / "m.gguf"
+        write_gguf(model, CONFIGS["llama"])
+        serving_folder(model, tmp_path / "cache")
+        monkeypatch.setattr("ortolan.models.gguf.model.read_model", None)
+    else:
+        model = request.getfixturevalue(name)
     monkeypatch.setattr("ortolan.server.run.prepare_model", None)
-    folder = request.getfixturevalue(name)
-    found = invoke("generate", folder, "hi", "--context", 10**6)
+    found = invoke("generate", model, "hi", "--context", 10**6)
     assert found.exit_code == 1 and "context is 1000000, expected 1 to the model's " in found.output
 
 

@@ -81,19 +81,26 @@ def serving_folder(
         if graph_kind(model) == "serving":
             return source
         _require_original(model, source)
-    path = Path(os.path.abspath(source))  # the name that the user typed, not that of a link's target
-    # A folder's name may have dots, as in Qwen2.5-0.5B, which do not begin a suffix.
-    target = cache / "serving" / f"{path.stem if is_gguf else path.name}-{_fingerprint(source)}"
+    target = target_folder(source, cache)
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.with_name(f"{target.name}.lock"), path.name, say):
+    name = Path(os.path.abspath(source)).name
+    with _locked(target.with_name(f"{target.name}.lock"), name, say):
         if not target.is_dir():  # another process may have made it meanwhile
             remove_abandoned(target)
             if say is not None:
-                say(f"converting {path.name} to the form for serving (once)")
+                say(f"converting {name} to the form for serving (once)")
             _convert(source, target, is_gguf, progress)
     return target
+
+
+def target_folder(source: Path, cache: Path) -> Path:
+    """Return the folder for the form for serving of a GGUF file or a folder, whether it exists or not."""
+    path = Path(os.path.abspath(source))  # the name that the user typed, not that of a link's target
+    # A folder's name may have dots, as in Qwen2.5-0.5B, which do not begin a suffix.
+    name = path.stem if source.is_file() else path.name
+    return cache / "serving" / f"{name}-{_fingerprint(source)}"
 
 
 def _require_original(model: Any, source: Path) -> None:

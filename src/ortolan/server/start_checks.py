@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ortolan.graph_passes.measure.machine import usable_memory
 from ortolan.graph_passes.report.figures import human_bytes
 
+from ..cache_folder import default_cache_dir
 from ..engine import BLOCK_TOKENS
 from ..errors import ArgumentError, ModelError, OrtolanError, missing_model
 from .chat import read_template_file
@@ -120,17 +121,20 @@ def _check_sizes(model: Path, options: ServeOptions) -> None:
 
 def _facts(model: Path) -> tuple[int | None, int]:
     """Return a decoder's most tokens, and the bytes of a block of its cache; None and 0 if they are not known."""
+    from ortolan.graph_passes.find.positions import count_positions
+    from ortolan.graph_passes.names import CONTEXT_KEY
+
+    from .conversion import graph_kind, load_graph, target_folder
+
     if model.suffix == ".gguf" and model.is_file():
+        converted = target_folder(model, default_cache_dir())
+        if converted.is_dir():  # which is faster to read
+            return _facts(converted)
         from ..models.gguf.model import read_model
 
         config = read_model(model).config
         heads = config.num_hidden_layers * config.num_key_value_heads * config.head_size
         return config.max_position_embeddings, 2 * heads * _BF16_BYTES * BLOCK_TOKENS
-    from ortolan.graph_passes.find.positions import count_positions
-    from ortolan.graph_passes.names import CONTEXT_KEY
-
-    from .conversion import graph_kind, load_graph
-
     if not model.is_dir() or graph_kind(loaded := load_graph(model)) == "encoder":
         return None, 0
     said = loaded.metadata_props.get(CONTEXT_KEY)
