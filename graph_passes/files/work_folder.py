@@ -22,9 +22,9 @@ def work_folder(target: Path | None) -> Iterator[Path]:
         OutputError: The folder cannot be created.
     """
     parent = None if target is None else target.absolute().parent
-    prefix = "ortolan-" if target is None else f".{target.name}.ortolan-"
+    prefix = "ortolan-" if target is None else _prefix(target)
     if parent is not None:
-        _remove_stale(parent, prefix)
+        _remove_stale(parent, prefix, _STALE_SECONDS)
     try:
         folder = tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
     except OSError as error:
@@ -34,11 +34,20 @@ def work_folder(target: Path | None) -> Iterator[Path]:
         yield Path(name)
 
 
-def _remove_stale(parent: Path, prefix: str) -> None:
-    """Remove the folders that killed runs left behind: those unchanged for a day."""
+def remove_abandoned(target: Path) -> None:
+    """Remove the folders that killed runs left beside an output. The caller must know that no other run writes it."""
+    _remove_stale(target.absolute().parent, _prefix(target), 0)
+
+
+def _prefix(target: Path) -> str:
+    return f".{target.name}.ortolan-"
+
+
+def _remove_stale(parent: Path, prefix: str, seconds: float) -> None:
+    """Remove the folders that killed runs left behind: those unchanged for some time."""
     with suppress(OSError):
         for folder in parent.iterdir():
             if folder.name.startswith(prefix):
                 written = max(file.stat().st_mtime for file in (folder, *folder.rglob("*")))
-                if time.time() - written > _STALE_SECONDS:
+                if time.time() - written >= seconds:
                     shutil.rmtree(folder)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .cli_output import print_error, print_step, progress_bar
 
 if TYPE_CHECKING:
-    from .conversation import AnswerOptions
+    from .conversation import AnswerOptions, Conversation
     from .engine import Engine
     from .server.model_folder import ModelFolder
 
@@ -64,7 +65,18 @@ TopP = Annotated[
     ),
 ]
 Seed = Annotated[int | None, typer.Option(help="Equal seeds give equal answers.", show_default=False)]
+ChatTemplate = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="A Jinja file that replaces the model's chat template.", show_default=False),
+]
 REASONING = "reasoning"  # the kind of a piece in server/pieces.py, whose package this module must not import
+_COMMAND = re.compile(r"/[A-Za-z]*(\s|$)")  # not a path such as /etc/hosts
+_HELP = """\
+/new    forget the conversation and begin again
+/exit   end (also Ctrl-D)
+/help   list the commands
+Ctrl-C  stop an answer, which then is not part of the conversation
+A space in front of / sends the line as a message."""
 _UNITS = {"K": 10, "M": 20, "G": 30, "T": 40}
 
 
@@ -99,7 +111,18 @@ def serve(
         str | None,
         typer.Option(
             metavar="FORM",
-            help="How the model writes tool calls: hermes, mistral or llama. Default: from its chat template.",
+            help="How the model writes tool calls: hermes, qwen3_coder, mistral or llama. Default: from the chat "
+            "template.",
+            show_default=False,
+        ),
+    ] = None,
+    chat_template: ChatTemplate = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Web pages of this origin, such as http://localhost:3000, may send requests; * allows all. Can be "
+            "repeated.",
             show_default=False,
         ),
     ] = None,
@@ -132,6 +155,8 @@ def serve(
         max_queue=max_queue,
         encoder=encoder,
         tool_calls=tool_calls,
+        chat_template=chat_template,
+        allow_origins=tuple(allow_origin or ()),
         api_key=api_key,
         drain_seconds=drain,
         limits=Limits(seconds=max_seconds),
@@ -152,19 +177,37 @@ def chat(
     threads: Threads = None,
     context: Context = None,
     cache_memory: CacheMemory = None,
+    chat_template: ChatTemplate = None,
 ) -> None:
     """Talk with a model in the terminal. /new begins again, /exit ends; Ctrl-C stops an answer."""
     from .conversation import Conversation
 
-    with _engine(folder, threads, context, cache_memory) as (engine, read):
+    options = _options(max_tokens, temperature, top_p, seed)
+    with _engine(folder, threads, context, cache_memory, chat_template) as (engine, read):
         first = [] if system is None else [{"role": "system", "content": system}]
-        talk = Conversation(engine, read, _options(max_tokens, temperature, top_p, seed), list(first))
+        talk = Conversation(engine, read, options, list(first))
         _keep_history()
+        print_step("/help lists the commands")
         while (said := _ask()) is not None:
-            if said == "/new":
-                talk.messages[:] = first
-            elif said:
-                _print_answer(talk.say(said))
+            if _COMMAND.match(said):
+                if not _obey(said.strip(), talk, first):
+                    break
+            elif said.strip():
+                _print_answer(talk.say(said.strip()))
+
+
+def _obey(command: str, talk: Conversation, first: list[dict[str, Any]]) -> bool:
+    """Carry out a command; return False at the end of the chat. first: the messages of a new conversation."""
+    if command in ("/exit", "/quit"):
+        return False
+    if command == "/new":
+        talk.messages[:] = first
+        print_step("new conversation")
+    elif command == "/help":
+        print_step(_HELP)
+    else:
+        print_step(f"unknown command {command.split()[0]}; /help lists the commands")
+    return True
 
 
 def generate(
@@ -177,13 +220,15 @@ def generate(
     threads: Threads = None,
     context: Context = None,
     cache_memory: CacheMemory = None,
+    chat_template: ChatTemplate = None,
 ) -> None:
     """Write one answer to a prompt: as a chat if the model has a chat template, else its continuation."""
     from .conversation import complete
 
     text = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
-    with _engine(folder, threads, context, cache_memory) as (engine, read):
-        for piece in complete(engine, read, text, _options(max_tokens, temperature, top_p, seed)):
+    options = _options(max_tokens, temperature, top_p, seed)
+    with _engine(folder, threads, context, cache_memory, chat_template) as (engine, read):
+        for piece in complete(engine, read, text, options):
             typer.echo(piece, nl=False)
         typer.echo()
 
@@ -191,16 +236,26 @@ def generate(
 def _options(max_tokens: int | None, temperature: float | None, top_p: float | None, seed: int | None) -> AnswerOptions:
     from .conversation import AnswerOptions
 
-    return AnswerOptions(max_tokens, temperature, top_p, seed)
+    found = AnswerOptions(max_tokens, temperature, top_p, seed)
+    found.sampling({})  # raises an error for a wrong value, before a conversion
+    return found
 
 
 @contextmanager
 def _engine(
-    folder: Path, threads: int | None, context: int | None, cache_memory: str | None
+    folder: Path, threads: int | None, context: int | None, cache_memory: str | None, chat_template: Path | None
 ) -> Iterator[tuple[Engine, ModelFolder]]:
     from .server.run import ServeOptions, open_engine, prepare_decoder
+    from .server.start_checks import check_engine_options
 
-    options = ServeOptions(threads=threads, context=context, cache_bytes=read_bytes(cache_memory), max_sequences=1)
+    options = ServeOptions(
+        threads=threads,
+        context=context,
+        cache_bytes=read_bytes(cache_memory),
+        max_sequences=1,
+        chat_template=chat_template,
+    )
+    check_engine_options(folder, options)
     with progress_bar() as progress:
         prepared = prepare_decoder(folder, progress, print_step)
     with open_engine(prepared, options, print_step) as opened:
@@ -234,13 +289,12 @@ def _keep_history() -> None:
 
 
 def _ask() -> str | None:
-    """Return the next message; None at the end."""
+    """Return the next line; None at the end."""
     try:
-        said = input("> ").strip()
+        return input("> ")
     except (EOFError, KeyboardInterrupt):
         typer.echo()
         return None
-    return None if said in ("/exit", "/quit") else said
 
 
 def _print_answer(pieces: Generator[tuple[str, str]]) -> None:

@@ -63,7 +63,7 @@ def test_hashes_depend_on_all_tokens_before() -> None:
 
     def hashes(tokens: list[int], blocks: int) -> list[bytes]:
         found: list[bytes] = []
-        hasher.extend(found, array("q", tokens), blocks)
+        hasher.extend(found, array("q", tokens), blocks, b"")
         return found
 
     tokens = list(range(64))
@@ -72,11 +72,14 @@ def test_hashes_depend_on_all_tokens_before() -> None:
     assert hashes(tokens[:40], 2) == whole[:2]
     in_steps: list[bytes] = []
     for blocks in (1, 1, 3, 4, 2):
-        hasher.extend(in_steps, array("q", tokens), blocks)
+        hasher.extend(in_steps, array("q", tokens), blocks, b"")
     assert in_steps == whole
     changed = hashes([99, *tokens[1:]], 4)
     assert not set(changed) & set(whole)
     assert hashes([*tokens[:48], *tokens[:16]], 4)[3] != whole[0]
     other: list[bytes] = []
-    BlockHasher().extend(other, array("q", tokens), 4)
+    BlockHasher().extend(other, array("q", tokens), 4, b"")
     assert not set(other) & set(whole)  # the key is secret
+    salted: list[bytes] = []
+    hasher.extend(salted, array("q", tokens), 4, b"salt")
+    assert not set(salted) & set(whole)

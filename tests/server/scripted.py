@@ -117,7 +117,15 @@ def echo(prompt: str) -> str:
 
 @contextmanager
 def scripted_application(
-    reply=echo, *, template: str | None = CHATML, limits=None, api_key=None, encoder=None, sampling=None, **options
+    reply=echo,
+    *,
+    template: str | None = CHATML,
+    limits=None,
+    api_key=None,
+    encoder=None,
+    sampling=None,
+    allow_origins=(),
+    **options,
 ):
     """Yield an application, its engine's model and its settings."""
     tokenizer = show_markers(make_tokenizer())
@@ -125,7 +133,11 @@ def scripted_application(
         tokenizer, reply, **{name: options.pop(name) for name in ("blocks", "context") if name in options}
     )
     settings = ServerSettings(
-        "scripted", api_key, limits or Limits(), keep_alive_seconds=options.pop("keep_alive_seconds", 15)
+        "scripted",
+        api_key,
+        limits or Limits(),
+        allow_origins,
+        keep_alive_seconds=options.pop("keep_alive_seconds", 15),
     )
     folder = ModelFolder(
         tokenizer,

@@ -100,7 +100,31 @@ REFUSED = [
         for path, asked in ((CHAT, {}), (COMPLETE, {"prompt": "a"}))
         for wrong, said in (({"type": "x"}, "Invalid type: x"), ({"uniqueItems": True}, 'keys: ["uniqueItems"]'))
     ),
-    (CHAT, schema({"x": "y" * 70000}), "response_format", "bytes"),
+    (CHAT, schema({"x": "y" * 70000}), "response_format.json_schema.schema", "70008 bytes"),
+    (CHAT, chat(guided_json=[1]), "guided_json", "a JSON schema"),
+    (CHAT, chat(guided_json="{"), "guided_json", "a JSON schema"),
+    (CHAT, chat(json_schema={"type": "x"}), "json_schema", "Invalid type: x"),
+    (CHAT, chat(guided_regex=""), "guided_regex", "a regular expression"),
+    (COMPLETE, {"prompt": "a", "guided_regex": "("}, "guided_regex", "cannot be compiled"),
+    (CHAT, chat(guided_choice=[]), "guided_choice", "an array of strings"),
+    (CHAT, chat(guided_choice=["a", 1]), "guided_choice", "an array of strings"),
+    (CHAT, chat(guided_grammar={}), "guided_grammar", "Lark or GBNF"),
+    (COMPLETE, {"prompt": "a", "grammar": "root ::= b"}, "grammar", "Rule 'b' not found"),
+    (CHAT, chat(grammar="root ::= " + "(" * 9000), "grammar", "cannot be compiled"),
+    (CHAT, chat(grammar="root ::= " + "(" * 20000), "grammar", "16384 characters"),
+    (CHAT, chat(grammar='root ::= "a"\n' * 257), "grammar", "256 rules"),
+    (CHAT, chat(structured_outputs={"regex": 1}), "structured_outputs.regex", "a regular expression"),
+    (CHAT, chat(structured_outputs={"structural_tag": "x"}), "structured_outputs.structural_tag", "tools"),
+    (CHAT, chat(structured_outputs=[1]), "structured_outputs", "an object"),
+    (CHAT, chat(guided_regex="a", structured_outputs={"choice": ["b"]}), "structured_outputs.choice", "both"),
+    (CHAT, chat(tools=[TOOL], guided_choice=["a"]), "guided_choice", "tool_choice none"),
+    (CHAT, chat(n_predict=-1), "n_predict", "from 1"),
+    (COMPLETE, {"prompt": "a", "repeat_penalty": 0}, "repeat_penalty", "above 0"),
+    (COMPLETE, {"prompt": "a", "cache_prompt": False}, "cache_prompt", "send cache_salt"),
+    (CHAT, chat(mirostat=2), "mirostat", "2, expected 0"),
+    (CHAT, chat(stop_token_ids=[7]), "stop_token_ids", "send stop"),
+    (CHAT, chat(chat_template="x"), "chat_template", "--chat-template"),
+    (CHAT, chat(cache_salt=7), "cache_salt", "a string"),
     (CHAT, chat(chat_template_kwargs={"a b": 1}), "chat_template_kwargs", "names"),
     (CHAT, chat(chat_template_kwargs={"a": [1]}), "chat_template_kwargs", "an array of 1"),
     (CHAT, chat(user=7), "user", "a string"),
@@ -159,6 +183,7 @@ def test_bodies_that_are_not_taken(client, content, status):
 
 def test_null_and_unknown_fields_are_ignored(client):
     body = chat(temperature=None, tools=None, stop=None, stream_options=None, metadata={"a": "b"}, store=True, top_k=-1)
+    body |= {"cache_prompt": True, "mirostat": 0, "typical_p": 1.0, "min_tokens": 0, "grammar": None, "n_probs": 0}
     assert client.post(CHAT, json=body).status_code == 200
 
 
@@ -218,6 +243,32 @@ def test_the_key():
         assert client.post(CHAT, json=chat(), headers={"Authorization": good}).status_code == 200
 
 
+@pytest.mark.parametrize("origins", [("http://localhost:3000", "app://x"), ("*",)])
+def test_web_pages_of_other_origins(origins):
+    """A browser first asks without the key, and reads answers and errors only with the header."""
+    asked = {"Origin": "app://x", "Access-Control-Request-Method": "POST"}
+    asked["Access-Control-Request-Headers"] = "authorization, content-type, x-stainless-os"
+    opened = scripted_application(api_key="secret", allow_origins=origins)
+    with opened as application, TestClient(application.asgi) as client:
+        allowed = client.options(CHAT, headers=asked)
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-headers"] == asked["Access-Control-Request-Headers"]
+        key = {"Authorization": "Bearer secret"}
+        for more, status in ((key, 200), ({}, 401)):
+            for stream in (False, True):
+                answer = client.post(CHAT, json=chat(stream=stream), headers={"Origin": "app://x", **more})
+                assert answer.status_code == status
+                assert answer.headers["access-control-allow-origin"] in ("app://x", "*")
+        refused = client.post(CHAT, json=chat(), headers={**key, "Origin": "http://other"})
+        assert ("access-control-allow-origin" in refused.headers) == (origins == ("*",))
+
+
+def test_web_pages_of_other_origins_are_not_allowed_by_default(client):
+    asked = {"Origin": "http://x", "Access-Control-Request-Method": "POST"}
+    assert client.options(CHAT, headers=asked).status_code == 405
+    assert "access-control-allow-origin" not in client.post(CHAT, json=chat(), headers=asked).headers
+
+
 def test_metrics(client):
     client.post(CHAT, json=chat())
     client.post(CHAT, content=b"{")
@@ -251,7 +302,7 @@ def test_a_model_that_fails():
 @pytest.mark.parametrize(
     ("error", "status", "message"),
     [
-        (ArgumentError("too complex"), 400, "too complex; simplify the schema"),
+        (ArgumentError("too complex"), 400, "too complex; simplify the schema or grammar"),
         (OrtolanError("the grammar fails"), 500, FAILED),
     ],
 )

@@ -10,7 +10,7 @@ pytest.importorskip("jinja2")
 pytest.importorskip("orjson")
 
 from ortolan.errors import ModelError
-from ortolan.server.chat import ChatTemplate, read_chat_template
+from ortolan.server.chat import ChatTemplate, read_chat_template, read_template_file
 from ortolan.server.errors import ApiError
 
 CHATML = """{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
@@ -81,8 +81,19 @@ def test_a_template_that_is_not_jinja(source):
     if source[0] == "(":
         assert render(source) == source
     else:
-        with pytest.raises(ModelError, match="not valid Jinja"):
+        with pytest.raises(ModelError, match="not valid Jinja: line 1: "):
             render(source)
+
+
+def test_a_file_replaces_the_templates_of_a_folder(tmp_path):
+    write(tmp_path, "tokenizer_config.json", {"bos_token": "<s>", "chat_template": [{"name": "x", "template": "a"}]})
+    write(tmp_path, "own.jinja", "{{ bos_token }}{{ messages[0].content }}")
+    assert read_chat_template(tmp_path, tmp_path / "own.jinja").render(HELLO) == "<s>Hé <b>"
+    write(tmp_path, "own.jinja", "{{ bos_token }}\n\n{% if %}")
+    with pytest.raises(ModelError, match=r"own\.jinja' is not valid Jinja: line 3: "):
+        read_template_file(tmp_path / "own.jinja")
+    with pytest.raises(ModelError, match=r"missing\.jinja' cannot be read: .*No such file"):
+        read_template_file(tmp_path / "missing.jinja")
 
 
 def write(folder, name, content):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 
 import pytest
@@ -15,7 +16,11 @@ openai = pytest.importorskip("openai")
 
 from starlette.testclient import TestClient  # noqa: E402
 
-from .scripted import CHATML, END, echo, events, last_message, running, scripted_application  # noqa: E402
+from ortolan.engine.grammar import GrammarTokenizer, TokenGrammar  # noqa: E402
+from ortolan.server.grammars import calls_grammar, with_thoughts  # noqa: E402
+from ortolan.server.tool_calls import QWEN_CODER  # noqa: E402
+
+from .scripted import CHATML, END, echo, events, last_message, make_tokenizer, running, scripted_application  # noqa: E402
 
 WEATHER = {
     "type": "function",
@@ -224,6 +229,54 @@ def test_structured_answers(client, stream):
     assert text == json.dumps(person)  # the spaces of TokenGrammar.from_json_schema
 
 
+GBNF = r"""
+root ::= item ("-" item)*
+item ::= [x-z] | "1/2" # a comment
+"""
+FORMS = [
+    ({"guided_json": {"enum": ["x"]}}, '"x"'),
+    ({"guided_json": '{"enum": ["x"]}'}, '"x"'),
+    ({"json_schema": {"enum": [5]}}, "5"),
+    ({"response_format": {"type": "json_object", "schema": {"enum": [5]}}}, "5"),
+    ({"guided_regex": r"x/[0-9]{2}\/é"}, r"x/\d\d/é"),
+    ({"guided_regex": "^a\nb$"}, "a\nb"),
+    ({"guided_choice": ["é🦆\n", 'z"']}, 'é🦆\n|z"'),
+    ({"guided_grammar": "start: WORD\nWORD: /[x-z]{3}/"}, "[x-z]{3}"),
+    ({"grammar": GBNF, "n_predict": 1}, "x|y|z|1"),
+    ({"structured_outputs": {"json": {"enum": ["x"]}}}, '"x"'),
+    ({"structured_outputs": {"regex": "x{3}"}}, "xxx"),
+    ({"structured_outputs": {"choice": ["x"]}}, "x"),
+    ({"structured_outputs": {"grammar": 'start: "x"'}}, "x"),
+    ({"structured_outputs": {"json_object": True}, "n_predict": 1}, r"\{"),
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize(("asked", "pattern"), FORMS)
+def test_forms_of_answers_as_other_servers_name_them(http, path, asked, pattern):
+    prompt = say("hello") if path == "/v1/chat/completions" else {"prompt": "hello"}
+    answer = http.post(path, json={"n_predict": 60, **prompt, "temperature": 0, **asked})
+    choice = answer.json()["choices"][0]
+    text = choice["message"]["content"] if "message" in choice else choice["text"]
+    assert re.fullmatch(pattern, text), text
+    assert choice["finish_reason"] == ("length" if "n_predict" in asked else "stop")
+
+
+def test_a_form_after_thoughts(thinking):
+    message = thinking.post("/v1/chat/completions", json=say("think", grammar=GBNF, max_tokens=30)).json()
+    message = message["choices"][0]["message"]
+    assert message["reasoning_content"] == "Hm." and message["content"][0] in "xyz1"
+
+
+def test_names_of_fields_in_other_servers(http, monkeypatch):
+    seen = []
+    submit = http.application.engine.submit
+    monkeypatch.setattr(http.application.engine, "submit", lambda one: seen.append(one) or submit(one))
+    http.post("/v1/completions", json={"prompt": "aa", "n_predict": 3, "repeat_penalty": 1.5})
+    http.post("/v1/completions", json={"prompt": "aa", "n_predict": 3, "max_tokens": 4, "repetition_penalty": 2})
+    assert [(one.max_tokens, one.sampling.repetition_penalty) for one in seen] == [(3, 1.5), (4, 2)]
+
+
 def test_a_json_object(http):
     asked = {"prompt": '{"a": 1}' * 3, "response_format": {"type": "json_object"}, "max_tokens": 300}
     answer = http.post("/v1/completions", json=asked).json()["choices"][0]
@@ -239,6 +292,106 @@ def test_strict_tools_with_auto(http):
     message = answer["choices"][0]["message"]
     assert message["content"].startswith("Let me see.")
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"city": "Paris"}
+
+
+FORECAST = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Paris", "Rome"]},
+        "days": {"type": "integer", "minimum": 10, "maximum": 20},
+        "note": {"type": "string", "maxLength": 3},
+        "unit": {"anyOf": [{"$ref": "#/$defs/unit"}, {"type": "null"}]},
+        "where": {
+            "type": "object",
+            "properties": {"x": {"const": 1}},
+            "required": ["x"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["city", "days", "unit", "where"],
+    "$defs": {"unit": {"type": "string", "const": "K"}},
+}
+WITHOUT_NOTE = {name: one for name, one in FORECAST["properties"].items() if name != "note"}
+XML = CHATML.replace('{"name": …, "arguments": …}', "<function=name><parameter=key>value</parameter></function>")
+
+
+@pytest.fixture(scope="module")
+def coder():
+    def answer(prompt):
+        said = last_message(prompt)
+        call = "<tool_call>\n<function=forecast>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"
+        return call if said == "weather?" else said
+
+    with scripted_application(answer, template=XML) as application, TestClient(application.asgi) as http:
+        yield http
+
+
+def forecast(strict=False, **more):
+    function = {"name": "forecast", "strict": strict, "parameters": {**FORECAST, **more}}
+    return {"type": "function", "function": function}
+
+
+def test_calls_in_xml(coder):
+    answer = coder.post("/v1/chat/completions", json=say("weather?", tools=[forecast()])).json()["choices"][0]
+    (call,) = answer["message"]["tool_calls"]
+    assert (call["function"]["name"], call["function"]["arguments"]) == ("forecast", '{"city": "Oslo"}')
+    assert answer["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("said", ["hello", "weather?"])
+def test_calls_in_xml_that_must_be_made(coder, said, stream):
+    """The grammar leaves the model only values of the schema, as far as bare text can be restricted."""
+    tool = forecast(properties=WITHOUT_NOTE)
+    asked = say(said, tools=[tool], tool_choice="required", max_tokens=600, temperature=0, stream=stream)
+    answer = coder.post("/v1/chat/completions", json={**asked, "parallel_tool_calls": False})
+    if stream:
+        deltas = [one["choices"][0]["delta"] for one in events(answer.text)[:-1]]
+        calls = [delta["tool_calls"][0]["function"] for delta in deltas if "tool_calls" in delta]
+        arguments = "".join(one["arguments"] for one in calls)
+    else:
+        arguments = answer.json()["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]
+    found = json.loads(arguments)
+    assert found["city"] in ("Paris", "Rome") and 10 <= found["days"] <= 20
+    assert found["unit"] in ("K", None) and found["where"] == {"x": 1}
+
+
+def test_strict_calls_in_xml(coder):
+    def ask(**more):
+        tool = forecast(strict=True, **more)
+        return coder.post("/v1/chat/completions", json=say("weather?", tools=[tool], max_tokens=1000, temperature=0))
+
+    for more, keyword in (({}, "maxLength"), ({"minProperties": 1}, "minProperties")):
+        error = ask(**more).json()["error"]
+        assert error["param"] == "tools" and keyword in error["message"]
+    answer = ask(properties=WITHOUT_NOTE).json()["choices"][0]["message"]
+    assert json.loads(answer["tool_calls"][0]["function"]["arguments"])["city"] in ("Paris", "Rome")
+
+
+def test_texts_in_xml_that_must_be_made():
+    """Bare text may have any characters. An optional parameter may be missing."""
+    tokenizer = make_tokenizer()
+    prepared = GrammarTokenizer(tokenizer, vocabulary=tokenizer.get_vocab_size(), end_tokens=[0])
+    body = calls_grammar(QWEN_CODER, [forecast()["function"]], ["<tool_call>", "</tool_call>"], several=True)
+    start = TokenGrammar.from_lark(with_thoughts(body, None, "free", ()), prepared)
+    ends = '<parameter=unit>\nnull\n</parameter>\n<parameter=where>\n{"x": 1}\n</parameter>\n</function>\n</tool_call>'
+    for note in ("", "<parameter=note>\n\n</parameter>\n", "<parameter=note>\na </b>\n\n7 é</parameter>\n"):
+        call = "<tool_call>\n<function=forecast>\n<parameter=city>\nRome\n</parameter>\n"
+        call += f"<parameter=days>\n12\n</parameter>\n{note}{ends}"
+        state = start.copy()
+        for token in tokenizer.encode(f"{call}\n{call}", add_special_tokens=False).ids:
+            state.advance(token)
+        assert state.mask()[0] & 1  # the end token
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{}, {"type": "object"}, {"properties": 3}, {"properties": {"a": 3}, "required": 3}, {"required": [1]}],
+)
+def test_odd_schemas_of_calls_in_xml(coder, parameters):
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    asked = say("hello", tools=[tool], tool_choice="required", max_tokens=9)
+    assert coder.post("/v1/chat/completions", json=asked).status_code == 200
 
 
 def test_log_probabilities_of_a_chat(client):
@@ -337,6 +490,22 @@ def test_a_shared_prefix_is_computed_once(http):
     for _ in range(2):
         usage = http.post("/v1/chat/completions", json=say(text, max_tokens=2)).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 17
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_requests_with_different_salts_share_no_prefix(http, path):
+    text = f"A preface of {path}. " * 20
+
+    def cached(**more):
+        asked = {"prompt": text} if path == "/v1/completions" else say(text)
+        answer = http.post(path, json={**asked, "max_tokens": 20, **more}).json()
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached() == 0 < cached()
+    assert cached(cache_salt="a") == 0 < cached(cache_salt="a")
+    assert cached(cache_salt="b") == 0
+    assert cached(cache_salt="a" * 16) == 0
+    assert cached(cache_salt="") == cached() == cached(cache_salt="a")
 
 
 def test_names_of_tokens_are_looked_up_beside_the_event_loop(http, monkeypatch):

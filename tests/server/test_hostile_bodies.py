@@ -20,6 +20,27 @@ NAMES = [
     *("stream", "stream_options", "include_usage", "n", "logprobs", "top_logprobs", "stop", "seed", "response_format"),
     *("type", "json_schema", "schema", "max_tokens", "max_completion_tokens", "logit_bias", "temperature", "top_p"),
     *("top_k", "min_p", "repetition_penalty", "presence_penalty", "user", "parameters", "strict", "text", "tokens"),
+    *(
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "structured_outputs",
+        "json",
+        "regex",
+        "choice",
+    ),
+    *(
+        "grammar",
+        "n_predict",
+        "repeat_penalty",
+        "cache_prompt",
+        "cache_salt",
+        "properties",
+        "required",
+        "$ref",
+        "anyOf",
+    ),
     *("parallel_tool_calls", "chat_template_kwargs", "enable_thinking", "input", "query", "documents", "ignore_eos"),
 ]
 WORDS = [
@@ -65,9 +86,10 @@ bodies = st.one_of(
 PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/embeddings", "/rerank"]
 
 
-@pytest.fixture(scope="module")
-def client():
-    opened = scripted_application(template=CHATML + "{# </think> #}")
+@pytest.fixture(scope="module", params=["{# </think> #}", "{# <function= <parameter= #}"])
+def client(request):
+    template = request.param
+    opened = scripted_application(template=CHATML + template)
     with opened as application, TestClient(application.asgi) as client:
         client.application = application
         yield client

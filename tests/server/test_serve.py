@@ -25,11 +25,13 @@ from ortolan.cli import app  # noqa: E402
 from ortolan.cli_serve import read_bytes  # noqa: E402
 from ortolan.conversation import AnswerOptions, Conversation, complete  # noqa: E402
 from ortolan.errors import ArgumentError, ModelError, OrtolanError  # noqa: E402
+from ortolan.graph_passes.measure.machine import usable_memory  # noqa: E402
 from ortolan.importer import import_gguf  # noqa: E402
 from ortolan.models import tiny  # noqa: E402
 from ortolan.server.conversion import model_kind, serving_folder  # noqa: E402
 from ortolan.server.model_folder import read_model_folder  # noqa: E402
 from ortolan.server.run import ServeOptions, model_name, open_application, open_engine, prepare_model, serve  # noqa: E402
+from ortolan.server.start_checks import check_engine_options  # noqa: E402
 
 from ..models.gguf_file import CONFIGS  # noqa: E402
 from ..models.gguf_file import write as write_gguf  # noqa: E402
@@ -38,6 +40,8 @@ from ..text.reranker import write_reranker  # noqa: E402
 from ..text.wordpiece_file import write_wordpiece  # noqa: E402
 from .scripted import CHATML, END, make_tokenizer, running, scripted_application, wait_for  # noqa: E402
 
+LIMIT = CONFIGS["llama"].max_position_embeddings
+BLOCK = 16 * 2 * 2 * CONFIGS["llama"].num_hidden_layers * CONFIGS["llama"].num_key_value_heads * 16  # bytes
 SMALL = ServeOptions(threads=1, context=128, cache_bytes=1 << 22)
 
 
@@ -96,6 +100,47 @@ def test_a_gguf_file_is_converted_once(tmp_path):
     assert model_kind(found) == "serving"
     assert read_model_folder(found).template is not None
     assert read_model_folder(found).sampling == {}
+
+
+CONVERT = """
+import sys, time
+from pathlib import Path
+from ortolan.server.conversion import serving_folder
+
+source, cache, holds = Path(sys.argv[1]), Path(sys.argv[2]), len(sys.argv) > 3
+
+def wait(stage, done, total):
+    if holds and stage == "save":
+        print("holds", flush=True)
+        time.sleep(600)
+
+print(serving_folder(source, cache, wait, lambda line: print(line, flush=True)), flush=True)
+"""
+
+
+def test_two_processes_that_convert_the_same_file(tmp_path):
+    """The second one waits, and converts the file itself when the first one is killed, whose files are removed."""
+    source, cache = tmp_path / "m.gguf", tmp_path / "cache"
+    write_gguf(source, CONFIGS["llama"])
+    command = [sys.executable, "-P", "-c", CONVERT, str(source), str(cache)]
+    with subprocess.Popen([*command, "holds"], stdout=subprocess.PIPE, text=True) as first:
+        try:
+            assert first.stdout.readline() == "converting m.gguf to the form for serving (once)\n"
+            assert first.stdout.readline() == "holds\n"
+            assert any(one.name.startswith(".m-") for one in (cache / "serving").iterdir())
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as second:
+                try:
+                    assert second.stdout.readline() == "waiting for another process, which is converting m.gguf\n"
+                    first.kill()
+                    assert second.stdout.readline() == "converting m.gguf to the form for serving (once)\n"
+                    made = Path(second.stdout.readline().strip())
+                    assert second.wait(60) == 0
+                finally:
+                    second.kill()
+        finally:
+            first.kill()
+    assert sorted(one.name for one in made.parent.iterdir()) == [made.name, f"{made.name}.lock"]
+    assert serving_folder(source, cache) == made
 
 
 def test_a_link_to_a_file_keeps_its_name(tmp_path, monkeypatch):
@@ -275,6 +320,111 @@ def test_errors_come_before_the_conversion(monkeypatch):
     assert found.exit_code == 1 and "'morse', expected one of hermes" in found.output
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--context", LIMIT + 1], f"context is {LIMIT + 1}, expected 1 to the model's {LIMIT} tokens"),
+        (["--cache-memory", "500T"], f"{usable_memory()} bytes"),
+        (["--cache-memory", "100"], f"the cache has 100 bytes, but a sequence of 1 tokens needs {BLOCK}"),
+        (["--threads", 100_000], "threads is 100000, expected 1 to "),
+        (["--max-step-tokens", 20, "--max-sequences", 32], "max-step-tokens is 20, expected at least 32"),
+        (["--max-seconds", "inf"], "max-seconds is inf, expected a finite number above 0"),
+        (["--api-key", ""], "the API key is empty"),
+        (["--api-key", "a\n"], "the API key is surrounded by spaces"),
+        (["--allow-origin", "http://localhost:3000/"], "the allowed origin is 'http://localhost:3000/', expected"),
+        (["--encoder", "missing"], "missing"),
+        (["--chat-template", "missing.jinja"], "'missing.jinja' cannot be read"),
+    ],
+)
+def test_options_are_checked_before_the_conversion(options, reason, tmp_path, monkeypatch):
+    monkeypatch.setattr("ortolan.server.conversion._convert", None)
+    write_gguf(tmp_path / "m.gguf", CONFIGS["llama"])
+    found = invoke("serve", tmp_path / "m.gguf", "--port", 0, *options)
+    assert found.exit_code == 1 and reason in found.output
+
+
+@pytest.mark.parametrize("command", [["chat"], ["generate", "hi"]])
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--context", LIMIT + 1], f"context is {LIMIT + 1}"),
+        (["--cache-memory", "500T"], "cache memory is"),
+        (["--threads", 100_000], "threads is"),
+        (["--top-p", 7], "top_p is 7"),
+        (["--chat-template", "missing.jinja"], "cannot be read"),
+    ],
+)
+def test_options_of_the_terminal_are_checked_before_the_conversion(command, options, reason, tmp_path, monkeypatch):
+    monkeypatch.setattr("ortolan.server.conversion._convert", None)
+    write_gguf(tmp_path / "m.gguf", CONFIGS["llama"])
+    found = invoke(command[0], tmp_path / "m.gguf", *command[1:], *options)
+    assert found.exit_code == 1 and reason in found.output
+
+
+@pytest.mark.parametrize("name", ["folder", "prepared", "GGUF"])
+def test_the_context_of_a_folder_is_checked_before_it_is_opened(name, request, tmp_path, monkeypatch):
+    if name == "GGUF":  # converted before
+        monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path / "cache"))
+        model = tmp_path / "m.gguf"
+        write_gguf(model, CONFIGS["llama"])
+        serving_folder(model, tmp_path / "cache")
+        monkeypatch.setattr("ortolan.models.gguf.model.read_model", None)
+    else:
+        model = request.getfixturevalue(name)
+    monkeypatch.setattr("ortolan.server.run.prepare_model", None)
+    found = invoke("generate", model, "hi", "--context", 10**6)
+    assert found.exit_code == 1 and "context is 1000000, expected 1 to the model's " in found.output
+
+
+def test_sizes_are_checked_as_when_the_model_is_opened(tmp_path, monkeypatch):
+    """The same error before the conversion and after it, and no error if there is exactly enough memory."""
+    source = tmp_path / "m.gguf"
+    write_gguf(source, CONFIGS["qwen3"])
+    converted = serving_folder(source, tmp_path / "cache")
+    with open_engine(converted, ServeOptions(threads=1)) as (engine, _):
+        block, limit = engine.model.block_bytes, engine.model.limit
+    blocks = -(-limit // 16)
+    for memory, cache in ((1 << 34, blocks * block), (blocks * block * 4, None)):
+        monkeypatch.setattr("ortolan.server.start_checks.usable_memory", lambda memory=memory: memory)
+        monkeypatch.setattr("ortolan.engine.model.usable_memory", lambda memory=memory: memory)
+        enough = ServeOptions(threads=1, context=limit, cache_bytes=cache)
+        check_engine_options(source, enough)
+        with open_engine(converted, enough):
+            pass
+        monkeypatch.setattr("ortolan.server.start_checks.usable_memory", lambda memory=memory: memory - 4)
+        monkeypatch.setattr("ortolan.engine.model.usable_memory", lambda memory=memory: memory - 4)
+        short = ServeOptions(threads=1, context=limit, cache_bytes=None if cache is None else cache - 1)
+        with pytest.raises(ArgumentError, match="--cache-memory") as early:
+            check_engine_options(source, short)
+        with pytest.raises(ArgumentError, match="--cache-memory") as late, open_engine(converted, short):
+            pass
+        assert str(early.value).partition(";")[0] == str(late.value).partition(";")[0]
+
+
+def test_a_decoder_is_not_an_encoder(folder):
+    with pytest.raises(OrtolanError, match="is a decoder, expected an embedding model or a reranker for --encoder"):
+        serve(folder, ServeOptions(port=0, encoder=folder))
+
+
+def test_a_chat_template_of_your_own(prepared, tmp_path):
+    own = tmp_path / "own.jinja"
+    own.write_text("{% if tools %}[TOOL_CALLS]{% endif %}{{ messages[0].content }}")
+    with open_engine(prepared, ServeOptions(**{**vars(SMALL), "chat_template": own})) as (_, read):
+        assert read.template.render([{"role": "user", "content": "hi"}]) == "hi"
+        assert read.tool_family == "mistral"
+    plain, mine = (invoke("generate", prepared, "hello", *LIMITS, *more) for more in ((), ("--chat-template", own)))
+    assert (plain.exit_code, mine.exit_code) == (0, 0)
+    assert plain.stdout != mine.stdout
+
+
+def test_an_encoder_has_no_chat_template(tmp_path):
+    write_wordpiece(tmp_path / "tokenizer.json")
+    write_reranker(tmp_path, vocab_size=256)
+    options = ServeOptions(chat_template=tmp_path / "own.jinja")
+    with pytest.raises(OrtolanError, match="remove --chat-template"), open_application(tmp_path, options):
+        pass
+
+
 LIMITS = ("--threads", 1, "--context", 128, "--cache-memory", "4M", "--max-tokens", 8, "--temperature", 0)
 
 
@@ -292,6 +442,22 @@ def test_the_command_chat(prepared):
     first, empty, new, second, end = done.stdout.split("> ")[1:]
     assert first == second != ""
     assert (empty, new, end) == ("", "", "")
+
+
+def test_commands_of_the_chat(prepared):
+    lines = ["/help", "/new", "/nonsense with words", "/", "/quit", "hello"]
+    done = invoke("chat", prepared, *LIMITS, input="\n".join(lines) + "\n")
+    assert done.exit_code == 0, done.output
+    assert done.stderr.startswith("/help lists the commands\n/new ")
+    assert "new conversation\nunknown command /nonsense; /help lists the commands\nunknown command /;" in done.stderr
+    assert done.stdout == "> " * 5
+
+
+@pytest.mark.parametrize("said", [" /help me", "/etc/hosts has what?"])
+def test_messages_that_look_like_commands(said, prepared):
+    done = invoke("chat", prepared, *LIMITS, input=f"{said}\n")
+    assert done.exit_code == 0, done.output
+    assert len(done.stdout) > len("> > \n") and "unknown command" not in done.stderr
 
 
 def test_a_chat_that_ends_with_its_input(prepared):

@@ -111,15 +111,16 @@ class BlockPool:
 class BlockHasher:
     """Hashes of blocks, chained: a block's hash follows from its tokens and from the hash of the block before it.
 
-    128 bits under a secret key of this process, so that no client can make up a prompt that finds another's blocks.
+    128 bits under a secret key of this process, so that no client can make up a prompt that finds another's blocks. The
+    chain begins with a salt: sequences with different salts share no blocks.
     """
 
     def __init__(self) -> None:
         self._key = os.urandom(32)
 
-    def extend(self, hashes: list[bytes], tokens: array[int], blocks: int) -> None:
+    def extend(self, hashes: list[bytes], tokens: array[int], blocks: int, salt: bytes) -> None:
         """Append hashes until there are those of the first `blocks` blocks of tokens."""
-        parent = hashes[-1] if hashes else b""
+        parent = hashes[-1] if hashes else salt
         key = self._key
         done = len(hashes)
         if done >= blocks:

@@ -39,7 +39,7 @@ class Choice(Sequence):
         submitted: float,
         emit: Callable[[Output], None],
     ) -> None:
-        super().__init__(prompt, request.priority, request.client, request.user)
+        super().__init__(prompt, request.priority, request.client, request.user, request.cache_salt.encode())
         self.emit = emit
         self.row = RowState(request.sampling, request.prompt, [], index, seed)
         self.text: TextStream | None = None

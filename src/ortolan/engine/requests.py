@@ -128,6 +128,7 @@ class Request:
         deadline: Seconds of time.monotonic() after which the request ends; None: never.
         client: Whose request this is. Requests of equal priority take turns between clients.
         user: For whom the client asks. The requests of a client take turns between its users.
+        cache_salt: Requests with different salts share no prefixes, so that neither can tell what the other one sent.
         grammar: The state at the beginning of an answer, for structured output.
         skip_special_tokens: Leave special tokens out of the text.
     """
@@ -142,6 +143,7 @@ class Request:
     deadline: float | None = None
     client: str = ""
     user: str = ""
+    cache_salt: str = ""
     grammar: Grammar | None = None
     skip_special_tokens: bool = True
 

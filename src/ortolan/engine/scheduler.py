@@ -133,7 +133,7 @@ class Scheduler:
             sequence.computed += count
             now_full = sequence.computed // BLOCK_TOKENS
             if now_full > full:
-                hasher.extend(sequence.hashes, sequence.tokens, now_full)
+                hasher.extend(sequence.hashes, sequence.tokens, now_full, sequence.salt)
                 row = self._table[sequence.slot]
                 for index in range(full, now_full):
                     row[index] = pool.register(int(row[index]), sequence.hashes[index])
@@ -256,7 +256,7 @@ class Scheduler:
         self._counts[sequence] = end - computed
         self._left -= end - computed
         self._has_chunk = True
-        self._hasher.extend(sequence.hashes, sequence.tokens, end // BLOCK_TOKENS)
+        self._hasher.extend(sequence.hashes, sequence.tokens, end // BLOCK_TOKENS, sequence.salt)
         self._pending.update(sequence.hashes[computed // BLOCK_TOKENS : end // BLOCK_TOKENS])
 
     def _cached_blocks(self, sequence: Sequence) -> list[int]:
@@ -265,7 +265,8 @@ class Scheduler:
         hashes, find = sequence.hashes, self.pool.find
         for index in range(sequence.blocks, sequence.sharable_blocks):
             if index == len(hashes):
-                self._hasher.extend(hashes, sequence.tokens, min(index + _HASHED, sequence.sharable_blocks))
+                blocks = min(index + _HASHED, sequence.sharable_blocks)
+                self._hasher.extend(hashes, sequence.tokens, blocks, sequence.salt)
             block = find(hashes[index])
             if block is None:
                 break
@@ -276,7 +277,7 @@ class Scheduler:
         """Return whether the step fills a block, for another sequence, that a sequence could share."""
         if index >= sequence.sharable_blocks or not self._pending:
             return False
-        self._hasher.extend(sequence.hashes, sequence.tokens, index + 1)
+        self._hasher.extend(sequence.hashes, sequence.tokens, index + 1, sequence.salt)
         return sequence.hashes[index] in self._pending
 
     # -- blocks of a sequence

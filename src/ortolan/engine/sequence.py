@@ -25,6 +25,7 @@ class Sequence:
         priority: The priority of the request.
         client: The client of the request.
         user: The client's user.
+        salt: Sequences with different salts share no blocks.
         computed: The number of tokens whose keys and values are stored.
         blocks: The number of blocks in the sequence's row of the block table.
         slot: The sequence's row of the block table; -1: none.
@@ -42,6 +43,7 @@ class Sequence:
         "hashes",
         "preemptions",
         "priority",
+        "salt",
         "slot",
         "state",
         "ticket",
@@ -50,11 +52,16 @@ class Sequence:
     )
 
     def __init__(
-        self, prompt: tuple[int, ...] | array[int], priority: int = 0, client: str = "", user: str = ""
+        self,
+        prompt: tuple[int, ...] | array[int],
+        priority: int = 0,
+        client: str = "",
+        user: str = "",
+        salt: bytes = b"",
     ) -> None:
         self.tokens = prompt if isinstance(prompt, array) else array("q", prompt)
         self.priority = priority
-        self.client, self.user = client, user
+        self.client, self.user, self.salt = client, user, salt
         self.state = State.WAITING
         self.computed = 0
         self.blocks = 0

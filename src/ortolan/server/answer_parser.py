@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from .pieces import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 from .reasoning import ReasoningParser, ThoughtMarkers
@@ -18,14 +19,14 @@ class AnswerForm:
         thoughts: The markers of thoughts; None: the answer has none.
         opened: The prompt ends within thoughts.
         tool_family: The form of tool calls; None: the request allows no calls.
-        functions: The names of the functions that may be called.
+        functions: The functions that may be called: the schema of the parameters by name.
         several_calls: Calls after the first one count.
     """
 
     thoughts: ThoughtMarkers | None = None
     opened: bool = False
     tool_family: str | None = None
-    functions: Collection[str] = ()
+    functions: Mapping[str, Any] = field(default_factory=dict)
     several_calls: bool = True
 
 

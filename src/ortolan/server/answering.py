@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -81,7 +81,7 @@ def check_end(output: Output) -> None:
     if output.finish_reason == "error":
         reason = output.error or ""
         if output.error_kind == "request":
-            raise ApiError(400, f"{reason}; simplify the schema", param="response_format")
+            raise ApiError(400, f"{reason}; simplify the schema or grammar")
         log_failure(reason)
         raise ApiError(500, FAILED)
     if output.finish_reason == "cancelled":
@@ -218,15 +218,20 @@ def chat_logprobs(texts: TokenTexts, found: Iterable[TokenLogprobs]) -> dict[str
     return {"content": content, "refusal": None}
 
 
-async def compiled(generator: Generator, source: str, param: str) -> Grammar:
-    """Return the state at the beginning of a grammar, compiled beside the event loop.
+async def compiled(generator: Generator, make_source: Callable[[], str], param: str) -> Grammar:
+    """Return the state at the beginning of a grammar, made and compiled beside the event loop.
+
+    Args:
+        generator: The bridge to the engine.
+        make_source: Returns the grammar.
+        param: The field that asks for it.
 
     Raises:
         ApiError: 400 if the grammar cannot be compiled.
     """
     loop = asyncio.get_running_loop()
     try:
-        return await loop.run_in_executor(generator.compiling, generator.compile, source)
+        return await loop.run_in_executor(generator.compiling, lambda: generator.compile(make_source()))
     except ArgumentError as error:
         reason = str(error).removeprefix("the grammar: ")
         raise ApiError(400, f"{param} cannot be compiled: {reason}", param=param) from None

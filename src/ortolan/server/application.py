@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -67,10 +68,12 @@ class Application:
             self._encoders = Encoders(encoder, self._encoder_name, settings.limits, self._metrics.add_encoder())
         self._kind = "" if encoder is None else encoder.encoder.kind
         routes = self._routes()
-        gate = Middleware(Gate, settings, self._metrics, self.drain, [route.path for route in routes])
+        middleware = [Middleware(Gate, settings, self._metrics, self.drain, [route.path for route in routes])]
+        if settings.allow_origins:
+            middleware.insert(0, _cross_origin(settings.allow_origins))
         self.asgi = Starlette(
             routes=routes,
-            middleware=[gate],
+            middleware=middleware,
             exception_handlers={RequestError: _refuse, HTTPException: _refuse_route},
             lifespan=self._lifespan,
         )
@@ -173,6 +176,17 @@ class Application:
 
     async def _metrics_page(self, _: Request) -> Response:
         return Response(self._metrics.page(), media_type=CONTENT_TYPE)
+
+
+def _cross_origin(origins: tuple[str, ...]) -> Middleware:
+    """Let web pages of these origins send requests. In front of the gate: browsers ask first, and without the key."""
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
 
 
 async def _refuse(_: Request, error: Exception) -> Response:

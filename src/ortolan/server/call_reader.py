@@ -44,8 +44,8 @@ class CallReader:
         """The characters until the name is known."""
         return "".join(self._raw)
 
-    def feed(self, text: str) -> int:
-        """Read text until the call ends or fails; return the number of characters that were read."""
+    def feed(self, text: str) -> str:
+        """Read text until the call ends or fails; return the text that does not belong to it."""
         for position, character in enumerate(text):
             if self.name is None:
                 self._raw.append(character)
@@ -54,8 +54,8 @@ class CallReader:
             except (ValueError, RecursionError):
                 self.failed = True
             if self.done or self.failed:
-                return position + 1
-        return len(text)
+                return text[position + 1 :]
+        return ""
 
     def take_arguments(self) -> str:
         """Return the new text of the arguments; empty before the name is known."""

@@ -124,16 +124,33 @@ def _rendered(template: Template, given: Mapping[str, Any], most: int) -> str:
     return "".join(pieces)
 
 
-def read_chat_template(folder: Path) -> ChatTemplate | None:
+def read_template_file(path: Path) -> str:
+    """Return the text of a Jinja file.
+
+    Raises:
+        ModelError: The file cannot be read, or is not valid Jinja.
+    """
+    text = _read_text(path)
+    _compiled(_environment(), str(path), text)
+    return text
+
+
+def read_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate | None:
     """Return the chat template of a folder as transformers finds it; None if it has no template.
 
     A file chat_template.jinja (and additional_chat_templates/*.jinja) has precedence over chat_template.json and
     tokenizer_config.json.
 
+    Args:
+        folder: The folder.
+        file: A Jinja file that replaces the folder's templates. Special tokens are still those of the folder.
+
     Raises:
         ModelError: A file is malformed.
     """
     config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
+    if file is not None:
+        return ChatTemplate({"default": read_template_file(file)}, _special_tokens(config))
     templates: dict[str, str] = {}
     found = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(found, str):
@@ -220,14 +237,15 @@ def _environment() -> Environment:
 
 
 def _compiled(environment: Environment, name: str, text: str) -> Template:
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, TemplateSyntaxError
 
     if len(text) > _MOST_CHARACTERS:
         raise ModelError(f"chat template {name!r} has more than {_MOST_CHARACTERS} characters")
     try:
         return environment.from_string(text)
     except (TemplateError, RecursionError, SyntaxError) as error:
-        raise ModelError(f"chat template {name!r} is not valid Jinja: {error}") from None
+        line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError | SyntaxError) else ""
+        raise ModelError(f"chat template {name!r} is not valid Jinja: {line}{error}") from None
 
 
 def _to_json(

@@ -14,6 +14,7 @@ from .answer_parser import AnswerForm, AnswerParser, WholeAnswer, delta
 from .answering import Head, chat_logprobs, compiled, respond
 from .errors import ApiError
 from .fields import Fields, shown
+from .foreign_fields import refuse_foreign
 from .generation import Generator
 from .grammars import calls_grammar, with_thoughts
 from .http import client_host, read_body
@@ -23,7 +24,7 @@ from .pieces import CALL, Piece
 from .reasoning import prompt_state
 from .request_options import CommonOptions, ends_in_time, read_common
 from .settings import Limits, ServerSettings
-from .structured import FORMAT, SCHEMA, response_body
+from .structured import Form, response_form
 from .token_texts import TokenTexts
 
 _MOST_VARIABLES = 64  # of a chat template, in one request
@@ -51,15 +52,13 @@ class _Chat:
 
     Attributes:
         prompt: What the template gets.
-        body: The rules of the grammar that the answer must follow; None: any text.
-        param: The field that asks for the grammar.
+        form: The form that the answer must have; None: any text.
         logprobs: The number of likeliest tokens whose log probabilities are wanted; None: no log probabilities.
         options: The other options.
     """
 
     prompt: _Prompt
-    body: str | None
-    param: str
+    form: Form | None
     logprobs: int | None
     options: CommonOptions
 
@@ -74,19 +73,19 @@ async def chat(request: Request, generator: Generator, settings: ServerSettings)
     markers = folder.thoughts
     state = "free" if markers is None else prompt_state(prompt, markers)
     grammar = None
-    if read.body is not None:
-        source = with_thoughts(read.body, markers, state, folder.added_tokens)
-        grammar = await compiled(generator, source, read.param)
+    if (form := read.form) is not None:
+        added = folder.added_tokens
+        grammar = await compiled(generator, lambda: with_thoughts(form.rules(), markers, state, added), form.param)
     options, tools = read.options, read.prompt.tools
     answers = generator.submit([options.request(tokens, generator.engine.context, grammar)])
-    form = AnswerForm(
+    answer_form = AnswerForm(
         markers,
         state == "opened",
         folder.tool_family if tools.functions else None,
-        tools.names,
+        tools.schemas,
         tools.several,
     )
-    choices = [_Choice(index, form, generator.texts, read.logprobs) for index in range(options.n)]
+    choices = [_Choice(index, answer_form, generator.texts, read.logprobs) for index in range(options.n)]
     head = Head("chatcmpl", "chat.completion.chunk" if options.stream else "chat.completion", settings.name)
     first = [choice.first() for choice in choices]
     return await respond(request, generator, settings, options, answers, [choices], head, first)
@@ -102,29 +101,27 @@ def _read(body: Fields, generator: Generator, limits: Limits, host: str) -> _Cha
     if most and not wanted:
         raise ApiError(400, f"top_logprobs is {most}, expected none without logprobs true", param="top_logprobs")
     logprobs = most if wanted else None
-    rules, param = response_body(body, limits), SCHEMA
-    if rules is not None and tools.functions and not tools.must:
+    form = response_form(body, limits)
+    if form is not None and tools.functions and not tools.must:
         raise ApiError(
             400,
-            f"{FORMAT} asks for JSON while tool_choice is auto; expected one of them: send tool_choice none",
-            param=FORMAT,
+            f"{form.param} sets the form of the answer while tool_choice is auto; expected one of them: send "
+            "tool_choice none",
+            param=form.param,
         )
     if tools.must or tools.strict:
         assert folder.tool_family is not None
-        rules, param = (
-            calls_grammar(
-                folder.tool_family,
-                tools.functions,
-                folder.added_tokens,
-                several=tools.several,
-                optional=not tools.must,
-            ),
-            "tools",
+        rules = calls_grammar(
+            folder.tool_family,
+            tools.functions,
+            folder.added_tokens,
+            several=tools.several,
+            optional=not tools.must,
         )
+        form = Form("tools", lambda: rules)
     return _Chat(
         prompt,
-        rules,
-        param,
+        form,
         logprobs,
         read_common(body, folder, limits, host, max_tokens=None, logprobs=logprobs),
     )
@@ -142,6 +139,7 @@ def _refuse_unsupported(body: Fields) -> None:
     for name in ("audio", "prediction", "web_search_options"):
         body.refuse_unless(name, why=_TEXT_ONLY)
     body.refuse_unless("modalities", ["text"], why=_TEXT_ONLY)
+    refuse_foreign(body)
 
 
 def _variables(body: Fields) -> dict[str, Any]:

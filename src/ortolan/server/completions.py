@@ -12,6 +12,7 @@ from ..engine import Output, TokenLogprobs
 from .answering import Head, respond
 from .errors import ApiError
 from .fields import Fields, check_tokens, refuse
+from .foreign_fields import refuse_foreign
 from .generation import Generator
 from .http import client_host, read_body
 from .request_options import ends_in_time, read_common
@@ -28,6 +29,7 @@ async def complete(request: Request, generator: Generator, settings: ServerSetti
     body, limits = await read_body(request, settings.limits), settings.limits
     for name, neutral in (("echo", False), ("suffix", "")):
         body.refuse_unless(name, neutral, why="not supported")
+    refuse_foreign(body)
     logprobs = body.integer("logprobs", None, 0, limits.logprobs)
     options = read_common(
         body, generator.folder, limits, client_host(request), max_tokens=_MAX_TOKENS, logprobs=logprobs

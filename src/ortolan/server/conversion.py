@@ -23,10 +23,10 @@ def model_kind(path: Path) -> Kind:
     Raises:
         ModelError: The model cannot be read, or has another version of the form for serving.
     """
-    return _kind(_load(path))
+    return graph_kind(load_graph(path))
 
 
-def _load(path: Path) -> Any:
+def load_graph(path: Path) -> Any:
     """Load a file or a folder's model, without its weights."""
     import onnx_ir as ir
 
@@ -42,7 +42,8 @@ def _load(path: Path) -> Any:
     return model
 
 
-def _kind(model: Any) -> Kind:
+def graph_kind(model: Any) -> Kind:
+    """Return what a loaded model is, see `model_kind`."""
     from ortolan.graph_passes.serve.form import is_serving_form
 
     if is_serving_form(model):
@@ -63,33 +64,43 @@ def serving_folder(
         source: A GGUF file, a folder with a decoder, or a folder that has the form for serving already.
         cache: The cache folder.
         progress: As for `optimize_onnx`.
-        say: Called with a line if a conversion begins.
+        say: Called with a line if a conversion begins, or if another process is converting the same model.
 
     Raises:
         OrtolanError: The model cannot be read or converted.
     """
+    from ortolan.graph_passes.files.work_folder import remove_abandoned
+
     if not source.exists():
         raise ModelError(missing_model(source))
     is_gguf = source.is_file() and source.suffix == ".gguf"
     if not is_gguf:
         if not source.is_dir():
             raise ModelError(f"{str(source)!r} is a file, expected a folder with model.onnx, or a .gguf file")
-        model = _load(source)
-        if _kind(model) == "serving":
+        model = load_graph(source)
+        if graph_kind(model) == "serving":
             return source
         _require_original(model, source)
-    path = Path(os.path.abspath(source))  # the name that the user typed, not that of a link's target
-    # A folder's name may have dots, as in Qwen2.5-0.5B, which do not begin a suffix.
-    target = cache / "serving" / f"{path.stem if is_gguf else path.name}-{_fingerprint(source)}"
+    target = target_folder(source, cache)
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.with_name(f"{target.name}.lock")):
+    name = Path(os.path.abspath(source)).name
+    with _locked(target.with_name(f"{target.name}.lock"), name, say):
         if not target.is_dir():  # another process may have made it meanwhile
+            remove_abandoned(target)
             if say is not None:
-                say(f"converting {path.name} to the form for serving (once)")
+                say(f"converting {name} to the form for serving (once)")
             _convert(source, target, is_gguf, progress)
     return target
+
+
+def target_folder(source: Path, cache: Path) -> Path:
+    """Return the folder for the form for serving of a GGUF file or a folder, whether it exists or not."""
+    path = Path(os.path.abspath(source))  # the name that the user typed, not that of a link's target
+    # A folder's name may have dots, as in Qwen2.5-0.5B, which do not begin a suffix.
+    name = path.stem if source.is_file() else path.name
+    return cache / "serving" / f"{name}-{_fingerprint(source)}"
 
 
 def _require_original(model: Any, source: Path) -> None:
@@ -114,12 +125,17 @@ def _convert(source: Path, target: Path, is_gguf: bool, progress: Progress | Non
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, name: str, say: Callable[[str], None] | None) -> Iterator[None]:
     """Wait until no other process has the lock: several replicas start at the same time."""
     import fcntl
 
     with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if say is not None:
+                say(f"waiting for another process, which is converting {name}")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

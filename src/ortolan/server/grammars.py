@@ -8,18 +8,56 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..engine.grammar import json_expression
+from ..errors import ArgumentError, one_line
 from .errors import ApiError
 from .reasoning import ThoughtMarkers
-from .tool_calls import HERMES, LLAMA, MISTRAL, TOOL_CALLS
+from .tool_calls import HERMES, LLAMA, MISTRAL, QWEN_CODER, TOOL_CALLS
+from .xml_calls import xml_calls_rules
 
 _TEXT = r"/(.|\n)*/"
 _NAMED_TOKEN = re.compile(r"<[^<>\s]+>")
 _LINE = "\n"
+_SLASH = re.compile(r"\\.|/", re.DOTALL)  # in a regular expression, an escaped character or a slash
+_MOST_GBNF, _MOST_GBNF_RULES = 1 << 14, 256
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
     """Return the rule `body` for a JSON value of a schema, whose keywords must all be supported."""
     return f"body: {json_expression(schema)}\n"
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """Return the rule `body` for one of several strings."""
+    return f"body: {' | '.join(json.dumps(one) for one in choices)}\n"
+
+
+def regex_grammar(pattern: str) -> str:
+    """Return the rule `body` for the strings that a regular expression matches as a whole."""
+    written = _SLASH.sub(lambda found: found[0] if found[0][0] == "\\" else "\\/", pattern).replace("\n", "\\n")
+    return f"body: /{written}/\n"
+
+
+def own_grammar(grammar: str) -> str:
+    """Return the rule `body` for a client's grammar, in llguidance's variant of Lark or in llama.cpp's GBNF.
+
+    Raises:
+        ArgumentError: The GBNF has errors or is too large.
+    """
+    from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+
+    if not is_lark_syntax(grammar):
+        # The converter's time grows with the square of the rules.
+        if len(grammar) > _MOST_GBNF or grammar.count("::=") > _MOST_GBNF_RULES:
+            raise ArgumentError(
+                f"the GBNF has more than {_MOST_GBNF} characters or {_MOST_GBNF_RULES} rules; simplify it, or send Lark"
+            )
+        try:
+            grammar = gbnf_to_lark(grammar)
+        except Exception as error:  # the converter has no common type
+            raise ArgumentError(
+                f"not a grammar in Lark, which has a rule start, or in GBNF: {one_line(error)}"
+            ) from None
+    return f"body: %lark {{\n{grammar}\n}}\n"
 
 
 def calls_grammar(
@@ -40,9 +78,10 @@ def calls_grammar(
         optional: Allow text without calls, and text before and after calls.
 
     Raises:
-        ApiError: 400 if calls are optional and no single token begins them, by which a grammar would know them.
+        ApiError: 400 if calls are optional and no single token begins them, by which a grammar would know them; or if
+            the family's form cannot enforce a keyword of a strict function.
     """
-    marker = {HERMES: "<tool_call>", MISTRAL: TOOL_CALLS}.get(family, "")
+    marker = {HERMES: "<tool_call>", QWEN_CODER: "<tool_call>", MISTRAL: TOOL_CALLS}.get(family, "")
     if optional and marker not in added_tokens:
         raise ApiError(
             400,
@@ -50,9 +89,22 @@ def calls_grammar(
             "expected strict false, or tool_choice required",
             param="tools",
         )
-    field = "parameters" if family == LLAMA else "arguments"
     # Without strict, keywords that cannot be enforced are ignored, as models without grammars would do.
     lenient = not any(tool.get("strict") is True for tool in tools)
+    if family == QWEN_CODER:
+        start, end = (_marker(text, added_tokens) for text in ("<tool_call>", "</tool_call>"))
+        rules = xml_calls_rules(tools, start, end, several=several, lenient=lenient)
+    else:
+        rules = _json_calls_rules(family, tools, added_tokens, several, lenient)
+    body = f"TEXT (calls TEXT){'*' if several else '?'}" if optional else "calls"
+    return f"body: {body}\n{rules}"
+
+
+def _json_calls_rules(
+    family: str, tools: Sequence[Mapping[str, Any]], added_tokens: Collection[str], several: bool, lenient: bool
+) -> str:
+    """Return the rules `calls`, for families that write calls as JSON."""
+    field = "parameters" if family == LLAMA else "arguments"
     call = json_expression({"anyOf": [_call_schema(tool, field) for tool in tools]}, lenient=lenient)
 
     def repeated(rule: str, separator: str) -> str:
@@ -66,8 +118,7 @@ def calls_grammar(
     else:
         assert family == LLAMA
         rules = f"calls: {repeated('json', '; ')}\n"
-    body = f"TEXT (calls TEXT){'*' if several else '?'}" if optional else "calls"
-    return f"body: {body}\n{rules}json: {call}\n"
+    return f"{rules}json: {call}\n"
 
 
 def _marker(text: str, added_tokens: Collection[str]) -> str:

@@ -38,9 +38,9 @@ class ToolChoice:
     several: bool = True
 
     @property
-    def names(self) -> frozenset[str]:
-        """The names of the functions that may be called."""
-        return frozenset(one["name"] for one in self.functions)
+    def schemas(self) -> dict[str, Any]:
+        """The schemas of parameters of the functions that may be called, by name."""
+        return {one["name"]: one.get("parameters") or {} for one in self.functions}
 
 
 def read_messages(body: Fields, limits: Limits) -> list[dict[str, Any]]:

@@ -71,12 +71,13 @@ class ModelFolder:
         return ids or (self.start,)
 
 
-def read_model_folder(folder: Path, tool_family: str | None = None) -> ModelFolder:
+def read_model_folder(folder: Path, tool_family: str | None = None, chat_template: Path | None = None) -> ModelFolder:
     """Read the tokenizer and the configuration files of a decoder's folder.
 
     Args:
         folder: A folder with tokenizer.json.
         tool_family: The form of tool calls, a key of PARSERS. Default: the chat template tells.
+        chat_template: A Jinja file that replaces the folder's chat template.
 
     Raises:
         OrtolanError: A file is missing or malformed.
@@ -88,7 +89,7 @@ def read_model_folder(folder: Path, tool_family: str | None = None) -> ModelFold
     check_tool_family(tool_family)
     facts = load_tokenizer(folder)
     tokenizer = show_markers(load_json(folder / "tokenizer.json"))
-    template = read_chat_template(folder)
+    template = read_chat_template(folder, chat_template)
     source = template.source if template is not None else ""
     added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     family = tool_family or detect_family(source) if template is not None and template.takes_tools else None

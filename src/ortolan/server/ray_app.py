@@ -37,6 +37,7 @@ try:
 
     from .http import DONE, error_response, event, read_content
     from .run import ServeOptions, model_name, open_application, prepare_model
+    from .start_checks import check_engine_options, check_server_options
 except ImportError as error:
     raise OrtolanError(f"this needs Ray Serve ({error}); install it with: pip install 'ortolan[ray]'") from error
 
@@ -54,13 +55,24 @@ class RayConfig(BaseModel):
 
     Attributes:
         model: A GGUF file, or a folder as for `ortolan serve`, with the same path on every machine.
+        name: The model's name in answers. Default: the folder's or the file's.
         replicas: The number of replicas.
         min_replicas: The smallest number of replicas, if Ray Serve scales them.
         max_replicas: The largest number of replicas, if Ray Serve scales them.
         routers: The number of routers, which parse requests and relay answers.
         threads: ONNX Runtime's threads of each replica, and the CPUs that Ray counts for it.
+        context: The most tokens of a prompt and its answer. Default: the model's limit.
+        cache_bytes: The size of each replica's KV cache. Default: PagedModel's, so that replicas on one machine share
+            its memory only if you set this.
+        max_step_tokens: The most tokens of a call of the model.
+        max_sequences: The most answers that run at the same time in a replica.
         max_seconds: The longest time of a request, waiting included.
         max_queued: Requests that wait in a router; more get 429.
+        encoder: An embedding model or a reranker that each replica serves too.
+        tool_calls: The form of tool calls. Default: from the chat template.
+        chat_template: A Jinja file that replaces the model's chat template, with the same path on every machine.
+        allow_origins: Origins of web pages that may send requests from browsers.
+        api_key: The key that requests must have. Default: ORTOLAN_API_KEY in the environment of the replicas.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -80,6 +92,8 @@ class RayConfig(BaseModel):
     max_queued: PositiveInt = 1000
     encoder: str | None = None
     tool_calls: str | None = None
+    chat_template: str | None = None
+    allow_origins: list[str] = []
     api_key: str | None = None
 
     def options(self) -> ServeOptions:
@@ -93,6 +107,8 @@ class RayConfig(BaseModel):
             max_sequences=self.max_sequences,
             encoder=None if self.encoder is None else Path(self.encoder),
             tool_calls=self.tool_calls,
+            chat_template=None if self.chat_template is None else Path(self.chat_template),
+            allow_origins=tuple(self.allow_origins),
             api_key=self.api_key or os.environ.get("ORTOLAN_API_KEY"),
             limits=Limits(seconds=self.max_seconds),
         )
@@ -139,13 +155,13 @@ def prefix_key(path: str, content: bytes) -> str:
         if not isinstance(messages, list):
             return ""
         users = [number for number, one in enumerate(messages) if isinstance(one, dict) and one.get("role") == "user"]
-        beginning: Any = [body.get("tools"), messages[: users[0] + 1 if users else 1]]
+        beginning: Any = [body.get("cache_salt"), body.get("tools"), messages[: users[0] + 1 if users else 1]]
     elif path.endswith("/completions"):
         prompt = body.get("prompt")
         prompt = prompt[0] if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else prompt
         if not isinstance(prompt, str | list):
             return ""
-        beginning = prompt[:_PREFIX_LENGTH]
+        beginning = [body.get("cache_salt"), prompt[:_PREFIX_LENGTH]]
     else:
         return ""
     return hashlib.blake2b(orjson.dumps(beginning), digest_size=12).hexdigest()
@@ -159,6 +175,8 @@ class Server:
         """Open the model."""
         self._stack = ExitStack()
         read = RayConfig(**config)
+        check_server_options(read.options())
+        check_engine_options(Path(read.model), read.options())
         prepared = prepare_model(Path(read.model))
         self._application = self._stack.enter_context(open_application(prepared, read.options()))
         self._opened = False

@@ -10,11 +10,12 @@ from typing import Any
 from ..engine import Grammar, Request, SamplingOptions
 from .errors import ApiError
 from .fields import Fields
+from .foreign_fields import sent_name
 from .model_folder import ModelFolder
 from .settings import Limits
 
 _SEEDS = 1 << 63
-_NAMED_CHARACTERS = 512  # of user, which only names a client
+_NAMED_CHARACTERS = 512  # of user and cache_salt, which are only compared
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class CommonOptions:
         include_usage: A stream ends with the numbers of tokens.
         client: Whose request this is, for fairness: the host, which a client cannot choose.
         user: For whom the client asks, by its own word.
+        cache_salt: As for the engine's request.
         deadline: When the request ends, in seconds of time.monotonic().
     """
 
@@ -43,6 +45,7 @@ class CommonOptions:
     include_usage: bool
     client: str
     user: str
+    cache_salt: str
     deadline: float
 
     def request(self, prompt: tuple[int, ...], context: int, grammar: Grammar | None = None) -> Request:
@@ -71,6 +74,7 @@ class CommonOptions:
             deadline=self.deadline,
             client=self.client,
             user=self.user,
+            cache_salt=self.cache_salt,
             grammar=grammar,
         )
 
@@ -97,7 +101,7 @@ def read_common(
     streaming = fields.fields("stream_options")
     user = fields.string("safety_identifier", None, _NAMED_CHARACTERS) or fields.string("user", None, _NAMED_CHARACTERS)
     return CommonOptions(
-        newest if newest is not None else fields.integer("max_tokens", max_tokens, 1, most),
+        newest if newest is not None else fields.integer(sent_name(fields, "max_tokens"), max_tokens, 1, most),
         _sampling(fields, folder.sampling, limits, logprobs),
         _stop(fields, limits),
         frozenset() if fields.boolean("ignore_eos") else folder.end_tokens,
@@ -106,6 +110,7 @@ def read_common(
         stream and streaming is not None and streaming.boolean("include_usage"),
         f"host {host}",
         user or "",
+        fields.string("cache_salt", "", _NAMED_CHARACTERS),
         time.monotonic() + limits.seconds,
     )
 
@@ -119,7 +124,7 @@ def _sampling(fields: Fields, defaults: Mapping[str, float], limits: Limits, log
         min_p=fields.number("min_p", defaults.get("min_p", 0.0), 0, 1),
         seed=fields.integer("seed", None, -_SEEDS, 2 * _SEEDS - 1),
         repetition_penalty=fields.number(
-            "repetition_penalty", defaults.get("repetition_penalty", 1.0), 0, 10, above=True
+            sent_name(fields, "repetition_penalty"), defaults.get("repetition_penalty", 1.0), 0, 10, above=True
         ),
         presence_penalty=fields.number("presence_penalty", 0.0, -2, 2),
         frequency_penalty=fields.number("frequency_penalty", 0.0, -2, 2),

@@ -44,7 +44,10 @@ class ServeOptions:
         max_sequences: The most sequences that run at the same time.
         max_queue: The most sequences that wait; more get 429.
         encoder: An embedding model or a reranker that is served too.
-        tool_calls: The form of tool calls, if the chat template does not tell: hermes, mistral or llama.
+        tool_calls: The form of tool calls, if the chat template does not tell: hermes, qwen3_coder, mistral or llama.
+        chat_template: A Jinja file that replaces the model's chat template.
+        allow_origins: Origins of web pages that may send requests from browsers, such as "http://localhost:3000", or
+            "*" for all.
         api_key: The key that requests must have. Default: the environment variable ORTOLAN_API_KEY, else no key.
         drain_seconds: How long requests may continue after SIGTERM or SIGINT.
         limits: The limits on requests.
@@ -61,6 +64,8 @@ class ServeOptions:
     max_queue: int = 1024
     encoder: Path | None = None
     tool_calls: str | None = None
+    chat_template: Path | None = None
+    allow_origins: tuple[str, ...] = ()
     api_key: str | None = None
     drain_seconds: float = 30
     limits: Limits = field(default_factory=Limits)
@@ -89,11 +94,11 @@ def serve(
     """
     chosen = options or ServeOptions()
     _require_packages()
-    from .model_folder import check_tool_family
+    from .start_checks import check_engine_options, check_server_options
 
-    check_tool_family(chosen.tool_calls)
+    check_server_options(chosen)
+    check_engine_options(Path(model), chosen)
     with ExitStack() as stack:
-        # The port first: opening models may take a minute.
         listening = stack.enter_context(_listen(chosen.host, chosen.port))
         named = replace(chosen, name=chosen.name or model_name(Path(model)))
         prepared = prepare_model(Path(model), progress, say)
@@ -194,11 +199,14 @@ def open_application(
         options.name or model_name(model),
         options.api_key or os.environ.get("ORTOLAN_API_KEY") or None,
         options.limits,
+        options.allow_origins,
     )
     threads = options.threads or os.cpu_count() or 1
     if model_kind(model) == "encoder":
         if options.encoder is not None:
             raise OrtolanError(f"{str(model)!r} is an encoder, so that there is no second one: remove --encoder")
+        if options.chat_template is not None:
+            raise OrtolanError(f"{str(model)!r} is an encoder, which has no chats: remove --chat-template")
         yield Application(settings, encoder=EncoderEngine(model, threads=threads))
         return
     encoder = None if options.encoder is None else EncoderEngine(options.encoder, threads=threads)
@@ -225,7 +233,7 @@ def open_engine(
     from ..engine.model import PagedModel
     from .model_folder import read_model_folder
 
-    read = read_model_folder(folder, options.tool_calls)
+    read = read_model_folder(folder, options.tool_calls, options.chat_template)
     paged = PagedModel.open(folder, threads=options.threads, context=options.context, cache_bytes=options.cache_bytes)
     if say is not None and options.context is None and paged.limit is not None and paged.context < paged.limit:
         why = "--cache-memory" if options.cache_bytes is not None else "the machine's memory; see --cache-memory"

@@ -58,10 +58,12 @@ class ServerSettings:
         name: The model's name in answers. Requests may name any model, since there is only one.
         api_key: Requests must have it as a bearer token, except those to /health; None: requests need no key.
         limits: The limits on requests.
+        allow_origins: Origins of web pages that may send requests from browsers; "*": all.
         keep_alive_seconds: After this time without an event, a stream gets a comment, so that proxies keep it open.
     """
 
     name: str
     api_key: str | None = None
     limits: Limits = field(default_factory=Limits)
+    allow_origins: tuple[str, ...] = ()
     keep_alive_seconds: float = 15

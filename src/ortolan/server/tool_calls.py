@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Collection
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from .call_reader import CallReader
 from .pieces import ARGUMENTS, CALL, CONTENT, Piece, held_back
+from .xml_calls import FUNCTION, PARAMETER, XmlCallReader
 
-HERMES, MISTRAL, LLAMA = "hermes", "mistral", "llama"
+HERMES, QWEN_CODER, MISTRAL, LLAMA = "hermes", "qwen3_coder", "mistral", "llama"
 PYTHON_TAG, TOOL_CALLS, ARGS = "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"
 _LONGEST_HEAD = 256  # characters between Mistral's marker and the arguments
 
@@ -18,6 +20,8 @@ def detect_family(template: str) -> str | None:
     """Return the family of the calls that a chat template shows to the model; None if it takes no tools."""
     if "tools" not in template:
         return None
+    if FUNCTION in template and PARAMETER in template:
+        return QWEN_CODER
     if "<tool_call>" in template:
         return HERMES
     if TOOL_CALLS in template:
@@ -33,6 +37,21 @@ def new_call_id(family: str) -> str:
     return "call_" + "".join(secrets.choice(letters) for _ in range(24))
 
 
+class _Reader(Protocol):
+    """Reads one call, see `CallReader`."""
+
+    name: str | None
+    done: bool
+    failed: bool
+
+    @property
+    def raw(self) -> str: ...
+
+    def feed(self, text: str) -> str: ...
+
+    def take_arguments(self) -> str: ...
+
+
 class ToolCallParser:
     """Splits the text of an answer into content and tool calls. Text that is not a call after all becomes content.
 
@@ -42,15 +61,17 @@ class ToolCallParser:
 
     family = ""
     start = ""  # the marker in front of calls
+    other_start = ""  # the call's own beginning, if models forget the marker
 
-    def __init__(self, names: Collection[str]) -> None:
-        """Start an answer. names: the functions that the request defines."""
-        self._names, self._text = names, ""
+    def __init__(self, functions: Mapping[str, Any]) -> None:
+        """Start an answer. functions: the schema of the parameters of each function that the request defines."""
+        self._functions, self._text = functions, ""
         self.calls = 0
+        self._marker = self.start  # the one in front of the open call
         self._begun = False  # the open call was told
         self._fresh = False  # no content was told since the last call
         self._cut = False  # the answer ended early, so that an incomplete marker or call is not content
-        self._reader = CallReader()
+        self._reader: _Reader = CallReader()
         self._step = self._content
         self._pieces: list[Piece] = []
 
@@ -84,12 +105,15 @@ class ToolCallParser:
         """Tell content up to the marker. Whitespace around calls is not content."""
         if self._fresh:
             self._text = self._text.lstrip()
-        before, found, rest = self._text.partition(self.start)
-        if found:
+        markers = [one for one in (self.start, self.other_start) if one]
+        found = min((one for one in markers if one in self._text), key=self._text.index, default=None)
+        if found is not None:
+            before, self._marker, self._text = self._text.partition(found)
             self._say(before.rstrip())
-            self._text, self._step = rest, self._after_marker
+            self._step = self._after_marker
             return True
-        kept = held_back(before, self.start)
+        before = self._text
+        kept = held_back(before, *markers)
         self._text = before[len(before) - kept :]
         self._say(before[: len(before) - kept])
         if ended and not (self._cut and self._text.strip()):
@@ -99,14 +123,14 @@ class ToolCallParser:
     def _after_marker(self, ended: bool) -> bool:
         return self._open(CallReader())
 
-    def _open(self, reader: CallReader) -> bool:
+    def _open(self, reader: _Reader) -> bool:
         self._reader, self._begun, self._step = reader, False, self._call
         return True
 
     def _call(self, ended: bool) -> bool:
         """Read the open call, and tell its new parts."""
         reader = self._reader
-        self._text = self._text[reader.feed(self._text) :]
+        self._text = reader.feed(self._text)
         if reader.name is not None and not self._begun:
             self._begun = True
             self._pieces.append(Piece(CALL, call=self.calls, name=reader.name, id=new_call_id(self.family)))
@@ -125,7 +149,7 @@ class ToolCallParser:
 
     def _refused_before(self) -> str:
         """Return the marker in front of a text that is not a call."""
-        return self.start
+        return self._marker
 
     def _after_call(self, ended: bool) -> bool:
         self._step = self._content
@@ -147,6 +171,17 @@ class HermesParser(ToolCallParser):
             self._text = ""
         self._step = self._content
         return True
+
+
+class QwenCoderParser(HermesParser):
+    """Calls of Qwen3-Coder: XML within <tool_call>, see xml_calls.py. The model sometimes forgets <tool_call>."""
+
+    family, other_start = QWEN_CODER, FUNCTION
+
+    def _after_marker(self, ended: bool) -> bool:
+        if self._marker == FUNCTION:
+            return self._open(XmlCallReader(self._functions, self._functions, opened=True))
+        return self._open(XmlCallReader(self._functions))
 
 
 class MistralParser(ToolCallParser):
@@ -201,9 +236,9 @@ class LlamaParser(ToolCallParser):
 
     family, start = LLAMA, PYTHON_TAG
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, functions: Mapping[str, Any]) -> None:
         """Start an answer."""
-        super().__init__(names)
+        super().__init__(functions)
         self._marked = False
         self._step = self._begin
 
@@ -214,7 +249,7 @@ class LlamaParser(ToolCallParser):
         """Begin a call if the text, which follows separators, opens an object; else read content."""
         if text.startswith("{"):
             self._text = text
-            return self._open(CallReader(self._names))
+            return self._open(CallReader(self._functions))
         if not text and not ended:
             return False
         self._step = self._content
@@ -222,7 +257,7 @@ class LlamaParser(ToolCallParser):
 
     def _after_marker(self, ended: bool) -> bool:
         self._marked = True
-        return self._open(CallReader(self._names))
+        return self._open(CallReader(self._functions))
 
     def _refused_before(self) -> str:
         return self.start if self._marked else ""
@@ -232,4 +267,6 @@ class LlamaParser(ToolCallParser):
         return self._read_call_or_content(self._text.lstrip("; ,\r\n\t"), ended)
 
 
-PARSERS: dict[str, type[ToolCallParser]] = {one.family: one for one in (HermesParser, MistralParser, LlamaParser)}
+PARSERS: dict[str, type[ToolCallParser]] = {
+    one.family: one for one in (HermesParser, QwenCoderParser, MistralParser, LlamaParser)
+}
