@@ -41,7 +41,7 @@ OUTPUTS = ("Y", *(f"new_{name}" for name in (*_POOLS, *_SCALES)))
 _QUAD = 4  # dimensions of an int8 key that are adjacent
 _LARGEST = 127
 _SMALLEST_ROW = 2.0**-100  # kSmallestRow of ops/attention/paged_loop.h
-_LOG2_E = np.float32(1.44269504)
+_LOG2_E = float(np.float32(1.44269504))
 # All nodes must have these attributes. softcap is optional.
 ATTRIBUTES = {
     "num_heads": ir.AttributeType.INT,
