@@ -7,6 +7,7 @@
 
 #include "attention/paged.h"
 #include "attention/softcap.h"
+#include "simd/amx_tiles.h"
 #include "simd/at_byte.h"
 
 namespace ortolan {
@@ -33,6 +34,7 @@ class PagedLoop {
   static constexpr float kSmallestRow = 0x1p-100f;  // rows of smaller values are 0; 127 / m could be Inf
   static constexpr int64_t kElement = kInt8 ? sizeof(int8_t) : sizeof(uint16_t);
   static constexpr int64_t kQuad = 4;
+  static constexpr bool kUsesTiles = kInt8 && requires { Simd::kHasTiles; };
   static constexpr int64_t kLine = 64;
 
   // 16-float columns of a pass over `rows` rows that fit the registers: 1, 2 or 4.
@@ -87,7 +89,7 @@ class PagedLoop {
 
   PagedLoop(const PagedAttentionArgs& args, const DecodePartial& partial, void* scratch)
       : args_(args), partial_(partial), dim_(args.head_dim) {
-    const int64_t rows = args.tokens * args.heads;
+    const int64_t rows = PaddedRows(args.tokens * args.heads);
     float* next = static_cast<float*>(scratch);
     const auto take = [&](int64_t count) {
       float* taken = next;
@@ -104,6 +106,9 @@ class PagedLoop {
     q_bias_sums_ = reinterpret_cast<int32_t*>(take(rows));
     q_bytes_ = reinterpret_cast<int8_t*>(next);
   }
+
+  // Tiles may load and store this number of rows.
+  static constexpr int64_t PaddedRows(int64_t rows) { return kUsesTiles ? rows + kMaxTileRows - 1 : rows; }
 
   // The first key that token t sees, and the one after the last.
   int64_t FirstOf(int64_t t) const {
@@ -235,12 +240,61 @@ class PagedLoop {
     }
 #pragma GCC unroll 16
     for (int r = 0; r < kOfRows; ++r) {
-      float* to = scores_ + (row + r) * kPagedTile + block * kBlockTokens;
-      const Float scale = Simd::Set(q_scales_[row + r]);
 #pragma GCC unroll 16
       for (int i = 0; i < kOfBlocks * kVectors; ++i) {
-        const Float of_key = Simd::Load(keys.scales[block + i / kVectors] + i % kVectors * kLanes);
-        Simd::Store(to + i * kLanes, Simd::Multiply(Simd::ToFloat(sum[r][i]), Simd::Multiply(scale, of_key)));
+        StoreInt8Score(row + r, block + i / kVectors, i % kVectors * kLanes, sum[r][i], keys);
+      }
+    }
+  }
+  // Stores the scores of a row and keys lane … lane + kLanes - 1 of a block.
+  void StoreInt8Score(int64_t row, int block, int64_t lane, Int dot, const Stored& keys) const {
+    const Float scale = Simd::Multiply(Simd::Set(q_scales_[row]), Simd::Load(keys.scales[block] + lane));
+    Simd::Store(scores_ + row * kPagedTile + block * kBlockTokens + lane, Simd::Multiply(Simd::ToFloat(dot), scale));
+  }
+
+  // The same dot products in AMX tiles, of 16 rows at a time: a block of keys has the order of an int8 B tile. Tiles
+  // 0 … 3 are the sums of the blocks; 4 and 5 hold queries and keys, 6 and 7 those of the last head_dim % 64
+  // dimensions.
+  static TileConfig Tiles(int64_t head_dim) {
+    const int rest = static_cast<int>(head_dim % kMaxTileColsb), last = rest == 0 ? kMaxTileColsb : rest;
+    TileConfig config;
+    for (int block = 0; block < kBlocks; ++block) config.Set(block, kMaxTileRows, kMaxTileColsb);
+    config.Set(4, kMaxTileRows, kMaxTileColsb).Set(5, kMaxTileRows, kMaxTileColsb);
+    return config.Set(6, kMaxTileRows, last).Set(7, last / static_cast<int>(kQuad), kMaxTileColsb);
+  }
+  template <int kQueries, int kKeys>
+  void AddTiles(const int8_t* q, const Stored& keys, int64_t d) const {
+    TileLoad<kQueries>(q + d, dim_);
+    const auto add = [&]<int kBlock>() {
+      TileLoad<kKeys>(keys.at[kBlock] + d * kBlockTokens, kMaxTileColsb);
+      TileDpBssd<kBlock, kQueries, kKeys>();
+    };
+    add.template operator()<0>();
+    add.template operator()<1>();
+    add.template operator()<2>();
+    add.template operator()<3>();
+  }
+  void ScoreInTiles(int64_t row, int64_t rows, const Stored& keys) const {
+    for (const int64_t end = row + rows; row < end; row += kMaxTileRows) {
+      TileZero<0>();
+      TileZero<1>();
+      TileZero<2>();
+      TileZero<3>();
+      const int8_t* q = q_bytes_ + row * dim_;
+      int64_t d = 0;
+      for (; d + kMaxTileColsb <= dim_; d += kMaxTileColsb) AddTiles<4, 5>(q, keys, d);
+      if (d < dim_) AddTiles<6, 7>(q, keys, d);
+      float* dots = scores_ + row * kPagedTile;  // int32 until the next loop
+      constexpr int64_t kRowBytes = kPagedTile * sizeof(float);
+      TileStore<0>(dots, kRowBytes);
+      TileStore<1>(dots + kBlockTokens, kRowBytes);
+      TileStore<2>(dots + 2 * kBlockTokens, kRowBytes);
+      TileStore<3>(dots + 3 * kBlockTokens, kRowBytes);
+      for (int64_t r = row; r < end && r < row + kMaxTileRows; ++r) {
+        for (int64_t j = 0; j < kPagedTile; j += kLanes) {
+          const Int dot = Simd::LoadInt(scores_ + r * kPagedTile + j);
+          StoreInt8Score(r, static_cast<int>(j / kBlockTokens), j % kBlockTokens, dot, keys);
+        }
       }
     }
   }
@@ -327,33 +381,43 @@ class PagedLoop {
     }
   }
 
-  // stored: the values as the pool has them.
+  // A tile of keys and values for Attend.
+  template <typename Keys, typename Values>
+  struct Operands {
+    const Keys& keys;
+    const Values& values;
+    const Stored& stored;     // the values as the pool has them
+    int64_t first, end;       // keys that the rows see
+    bool has_scores = false;  // they are in scores_
+  };
+
   template <int kOfRows, typename Keys, typename Values>
-  void Pass(int64_t row, const Keys& keys, const Values& values, const Stored& stored, int64_t first,
-            int64_t end) const {
+  void Pass(int64_t row, const Operands<Keys, Values>& of) const {
     constexpr int kColumns = Columns(kOfRows);
-    Score<kOfRows>(row, keys);
-    for (int r = 0; r < kOfRows; ++r) Weigh(row + r, stored, first, end);
+    if (!of.has_scores) Score<kOfRows>(row, of.keys);
+    for (int r = 0; r < kOfRows; ++r) Weigh(row + r, of.stored, of.first, of.end);
     int64_t d = 0;
     for (; d + kColumns * kBlockTokens <= dim_; d += kColumns * kBlockTokens) {
-      AddValues<kOfRows, kColumns>(row, d, values, keys, first, end);
+      AddValues<kOfRows, kColumns>(row, d, of.values, of.keys, of.first, of.end);
     }
-    for (; d < dim_; d += kBlockTokens) AddValues<kOfRows, 1>(row, d, values, keys, first, end);
+    for (; d < dim_; d += kBlockTokens) AddValues<kOfRows, 1>(row, d, of.values, of.keys, of.first, of.end);
   }
   template <int kOfRows, typename Keys, typename Values>
-  void LastPass(int64_t row, int64_t rows, const Keys& keys, const Values& values, const Stored& stored, int64_t first,
-                int64_t end) const {
+  void LastPass(int64_t row, int64_t rows, const Operands<Keys, Values>& of) const {
     if constexpr (kOfRows > 0) {
-      if (rows == kOfRows) return Pass<kOfRows>(row, keys, values, stored, first, end);
-      LastPass<kOfRows - 1>(row, rows, keys, values, stored, first, end);
+      if (rows == kOfRows) return Pass<kOfRows>(row, of);
+      LastPass<kOfRows - 1>(row, rows, of);
     }
   }
   // Attends from rows `row` … row + rows - 1 to keys [first, end) of the tile.
   template <typename Keys, typename Values>
-  void Attend(int64_t row, int64_t rows, const Keys& keys, const Values& values, const Stored& stored, int64_t first,
-              int64_t end) const {
-    for (; rows >= kRows; row += kRows, rows -= kRows) Pass<kRows>(row, keys, values, stored, first, end);
-    LastPass<kRows - 1>(row, rows, keys, values, stored, first, end);
+  void Attend(int64_t row, int64_t rows, Operands<Keys, Values> of) const {
+    if constexpr (kUsesTiles) {
+      of.has_scores = rows >= kMaxTileRows;
+      if (of.has_scores) ScoreInTiles(row, rows, of.keys);
+    }
+    for (; rows >= kRows; row += kRows, rows -= kRows) Pass<kRows>(row, of);
+    LastPass<kRows - 1>(row, rows, of);
   }
 
   void AttendTile(int64_t tile) const {
@@ -377,16 +441,20 @@ class PagedLoop {
       for (int64_t t = from; t < to; ++t) {
         const int64_t first = FirstOf(t) > tile ? FirstOf(t) - tile : 0;
         const int64_t seen = EndOf(t) < tile_end ? EndOf(t) - tile : kPagedTile;
-        Attend(t * args_.heads, args_.heads, keys, values, values, first, seen);
+        Attend(t * args_.heads, args_.heads, Operands<Stored, Stored>{keys, values, values, first, seen});
       }
     };
     one_by_one(begin, whole);
+    const int64_t row = whole * args_.heads;
     if (rows < kManyRows) {
-      Attend(whole * args_.heads, rows, keys, values, values, 0, kPagedTile);
-    } else if constexpr (kInt8) {
-      Attend(whole * args_.heads, rows, keys, Converted(values, values_), values, 0, kPagedTile);
+      Attend(row, rows, Operands<Stored, Stored>{keys, values, values, 0, kPagedTile});
     } else {
-      Attend(whole * args_.heads, rows, Converted(keys, keys_), Converted(values, values_), values, 0, kPagedTile);
+      const Floats floats = Converted(values, values_);
+      if constexpr (kInt8) {
+        Attend(row, rows, Operands<Stored, Floats>{keys, floats, values, 0, kPagedTile});
+      } else {
+        Attend(row, rows, Operands<Floats, Floats>{Converted(keys, keys_), floats, values, 0, kPagedTile});
+      }
     }
     one_by_one(whole_end, end);
   }
@@ -403,6 +471,7 @@ class PagedLoop {
 
  public:
   static int64_t ScratchBytes(int64_t rows, int64_t head_dim) {
+    rows = PaddedRows(rows);
     const int64_t floats = rows * (kPagedTile + kBlockTokens + head_dim) + 2 * kPagedTile * head_dim;
     const int64_t of_int8 = kInt8 ? 2 * rows + head_dim : 0;  // scales, sums and a query; the bytes are less than q
     return (floats + of_int8) * static_cast<int64_t>(sizeof(float));
@@ -429,10 +498,17 @@ class PagedLoop {
   static void Run(const PagedAttentionArgs& args, int64_t begin, int64_t end, const DecodePartial& partial,
                   void* scratch) {
     const PagedLoop loop(args, partial, scratch);
+    const bool uses_tiles = kUsesTiles && args.tokens * args.heads >= kMaxTileRows;
+    if constexpr (kUsesTiles) {
+      if (uses_tiles) LoadTileConfig(Tiles(args.head_dim));
+    }
     loop.Begin(begin, end);
     const int64_t seen = args.position + args.tokens;
     for (int64_t tile = begin; tile < (end < seen ? end : seen); tile += kPagedTile) loop.AttendTile(tile);
     loop.End();
+    if constexpr (kUsesTiles) {
+      if (uses_tiles) TileRelease();
+    }
   }
 };
 
