@@ -15,7 +15,10 @@ from .cli_output import print_error, print_step, progress_bar
 if TYPE_CHECKING:
     from .conversation import AnswerOptions, Conversation
     from .engine import Engine
+    from .engine.model import CacheType as _CacheType
     from .server.model_folder import ModelFolder
+else:
+    _CacheType = str  # `check_engine_options` checks the value
 
 Folder = Annotated[
     Path,
@@ -42,6 +45,14 @@ CacheMemory = Annotated[
         help="Memory of the KV cache, such as 2G or 512M. Default: a quarter of the machine's memory, or what 64 "
         "sequences need.",
         show_default=False,
+    ),
+]
+CacheType = Annotated[
+    _CacheType,
+    typer.Option(
+        metavar="TYPE",
+        help="Keys and values in the KV cache: bfloat16, or int8, which takes about half the memory and changes "
+        "answers slightly.",
     ),
 ]
 MaxTokens = Annotated[
@@ -90,6 +101,7 @@ def serve(
     threads: Threads = None,
     context: Context = None,
     cache_memory: CacheMemory = None,
+    cache_type: CacheType = "bfloat16",
     name: Annotated[
         str | None, typer.Option(help="The model's name in answers. Default: the folder's.", show_default=False)
     ] = None,
@@ -150,6 +162,7 @@ def serve(
         threads=threads,
         context=context,
         cache_bytes=read_bytes(cache_memory),
+        cache_type=cache_type,
         max_step_tokens=max_step_tokens,
         max_sequences=max_sequences,
         max_queue=max_queue,
@@ -177,13 +190,14 @@ def chat(
     threads: Threads = None,
     context: Context = None,
     cache_memory: CacheMemory = None,
+    cache_type: CacheType = "bfloat16",
     chat_template: ChatTemplate = None,
 ) -> None:
     """Talk with a model in the terminal. /new begins again, /exit ends; Ctrl-C stops an answer."""
     from .conversation import Conversation
 
     options = _options(max_tokens, temperature, top_p, seed)
-    with _engine(folder, threads, context, cache_memory, chat_template) as (engine, read):
+    with _engine(folder, threads, context, cache_memory, cache_type, chat_template) as (engine, read):
         first = [] if system is None else [{"role": "system", "content": system}]
         talk = Conversation(engine, read, options, list(first))
         _keep_history()
@@ -220,6 +234,7 @@ def generate(
     threads: Threads = None,
     context: Context = None,
     cache_memory: CacheMemory = None,
+    cache_type: CacheType = "bfloat16",
     chat_template: ChatTemplate = None,
 ) -> None:
     """Write one answer to a prompt: as a chat if the model has a chat template, else its continuation."""
@@ -227,7 +242,7 @@ def generate(
 
     text = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
     options = _options(max_tokens, temperature, top_p, seed)
-    with _engine(folder, threads, context, cache_memory, chat_template) as (engine, read):
+    with _engine(folder, threads, context, cache_memory, cache_type, chat_template) as (engine, read):
         for piece in complete(engine, read, text, options):
             typer.echo(piece, nl=False)
         typer.echo()
@@ -243,7 +258,12 @@ def _options(max_tokens: int | None, temperature: float | None, top_p: float | N
 
 @contextmanager
 def _engine(
-    folder: Path, threads: int | None, context: int | None, cache_memory: str | None, chat_template: Path | None
+    folder: Path,
+    threads: int | None,
+    context: int | None,
+    cache_memory: str | None,
+    cache_type: _CacheType,
+    chat_template: Path | None,
 ) -> Iterator[tuple[Engine, ModelFolder]]:
     from .server.run import ServeOptions, open_engine, prepare_decoder
     from .server.start_checks import check_engine_options
@@ -252,6 +272,7 @@ def _engine(
         threads=threads,
         context=context,
         cache_bytes=read_bytes(cache_memory),
+        cache_type=cache_type,
         max_sequences=1,
         chat_template=chat_template,
     )

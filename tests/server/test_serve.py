@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import onnx
 import onnx_ir as ir
@@ -24,6 +26,7 @@ from typer.testing import CliRunner  # noqa: E402
 from ortolan.cli import app  # noqa: E402
 from ortolan.cli_serve import read_bytes  # noqa: E402
 from ortolan.conversation import AnswerOptions, Conversation, complete  # noqa: E402
+from ortolan.engine.model import CacheType  # noqa: E402
 from ortolan.errors import ArgumentError, ModelError, OrtolanError  # noqa: E402
 from ortolan.graph_passes.measure.machine import usable_memory  # noqa: E402
 from ortolan.importer import import_gguf  # noqa: E402
@@ -276,16 +279,19 @@ def test_a_host_that_the_machine_has_not(folder, host):
         serve(folder, ServeOptions(host=host, port=0))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_command_serve(prepared, number):
+@pytest.mark.parametrize(
+    ("number", "options", "cache"),
+    [(signal.SIGTERM, [], "cache"), (signal.SIGINT, ["--cache-type", "int8"], "int8 cache")],
+)
+def test_the_command_serve(prepared, number, options, cache):
     command = [sys.executable, "-m", "ortolan", "serve", str(prepared), "--port", "0", "--threads", "1"]
-    command += ["--context", "128", "--cache-memory", "4M", "--name", "mine"]
+    command += ["--context", "128", "--cache-memory", "4M", "--name", "mine", *options]
     environment = {**os.environ, "ORTOLAN_API_KEY": "secret"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             line = process.stderr.readline()
             url = re.fullmatch(
-                r"serving mine on (http://127\.0\.0\.1:\d+) \(context 128 tokens, cache 4\.0 MiB\)\n", line
+                rf"serving mine on (http://127\.0\.0\.1:\d+) \(context 128 tokens, {cache} 4\.0 MiB\)\n", line
             )[1]
             with pytest.raises(openai.AuthenticationError):
                 openai.OpenAI(base_url=f"{url}/v1", api_key="wrong").models.list()
@@ -326,6 +332,7 @@ def test_errors_come_before_the_conversion(monkeypatch):
         (["--context", LIMIT + 1], f"context is {LIMIT + 1}, expected 1 to the model's {LIMIT} tokens"),
         (["--cache-memory", "500T"], f"{usable_memory()} bytes"),
         (["--cache-memory", "100"], f"the cache has 100 bytes, but a sequence of 1 tokens needs {BLOCK}"),
+        (["--cache-type", "int4"], "cache_type is 'int4', expected one of bfloat16, int8"),
         (["--threads", 100_000], "threads is 100000, expected 1 to "),
         (["--max-step-tokens", 20, "--max-sequences", 32], "max-step-tokens is 20, expected at least 32"),
         (["--max-seconds", "inf"], "max-seconds is inf, expected a finite number above 0"),
@@ -349,6 +356,7 @@ def test_options_are_checked_before_the_conversion(options, reason, tmp_path, mo
     [
         (["--context", LIMIT + 1], f"context is {LIMIT + 1}"),
         (["--cache-memory", "500T"], "cache memory is"),
+        (["--cache-type", "int4"], "cache_type is 'int4'"),
         (["--threads", 100_000], "threads is"),
         (["--top-p", 7], "top_p is 7"),
         (["--chat-template", "missing.jinja"], "cannot be read"),
@@ -376,24 +384,26 @@ def test_the_context_of_a_folder_is_checked_before_it_is_opened(name, request, t
     assert found.exit_code == 1 and "context is 1000000, expected 1 to the model's " in found.output
 
 
-def test_sizes_are_checked_as_when_the_model_is_opened(tmp_path, monkeypatch):
+@pytest.mark.parametrize("cache_type", get_args(CacheType))
+def test_sizes_are_checked_as_when_the_model_is_opened(cache_type, tmp_path, monkeypatch):
     """The same error before the conversion and after it, and no error if there is exactly enough memory."""
     source = tmp_path / "m.gguf"
     write_gguf(source, CONFIGS["qwen3"])
     converted = serving_folder(source, tmp_path / "cache")
-    with open_engine(converted, ServeOptions(threads=1)) as (engine, _):
+    options = ServeOptions(threads=1, cache_type=cache_type)
+    with open_engine(converted, options) as (engine, _):
         block, limit = engine.model.block_bytes, engine.model.limit
     blocks = -(-limit // 16)
     for memory, cache in ((1 << 34, blocks * block), (blocks * block * 4, None)):
         monkeypatch.setattr("ortolan.server.start_checks.usable_memory", lambda memory=memory: memory)
         monkeypatch.setattr("ortolan.engine.model.usable_memory", lambda memory=memory: memory)
-        enough = ServeOptions(threads=1, context=limit, cache_bytes=cache)
+        enough = replace(options, context=limit, cache_bytes=cache)
         check_engine_options(source, enough)
         with open_engine(converted, enough):
             pass
         monkeypatch.setattr("ortolan.server.start_checks.usable_memory", lambda memory=memory: memory - 4)
         monkeypatch.setattr("ortolan.engine.model.usable_memory", lambda memory=memory: memory - 4)
-        short = ServeOptions(threads=1, context=limit, cache_bytes=None if cache is None else cache - 1)
+        short = replace(enough, cache_bytes=None if cache is None else cache - 1)
         with pytest.raises(ArgumentError, match="--cache-memory") as early:
             check_engine_options(source, short)
         with pytest.raises(ArgumentError, match="--cache-memory") as late, open_engine(converted, short):
@@ -434,6 +444,17 @@ def test_the_command_generate(prepared):
     assert first.stdout == second.stdout
     read = invoke("generate", prepared, "-", *LIMITS, input="hello")
     assert read.stdout == first.stdout
+
+
+def test_the_type_of_the_cache(prepared):
+    with (
+        open_engine(prepared, SMALL) as (engine, _),
+        open_engine(prepared, replace(SMALL, cache_type="int8")) as (less, _),
+    ):
+        assert less.model.block_bytes < engine.model.block_bytes
+        assert less.model.blocks > engine.model.blocks
+    done = invoke("generate", prepared, "hello", *LIMITS, "--cache-type", "int8")
+    assert done.exit_code == 0 and done.stdout.strip()
 
 
 def test_the_command_chat(prepared):

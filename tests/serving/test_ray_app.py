@@ -57,6 +57,13 @@ def chat(text, **more):
     return {"model": "any", "messages": [{"role": "user", "content": text}], "max_tokens": 10, **more}
 
 
+def test_the_type_of_the_cache():
+    assert RayConfig(model="m").options().cache_type == "bfloat16"
+    assert RayConfig(model="m", cache_type="int8").options().cache_type == "int8"
+    with pytest.raises(ValueError, match="'bfloat16' or 'int8'"):
+        RayConfig(model="m", cache_type="int4")
+
+
 def test_answers(client):
     whole = client.chat.completions.create(**chat("hi", temperature=0))
     assert whole.model == "small"

@@ -142,8 +142,7 @@ class PagedModel:
             ModelError: It has not the form for serving.
             ArgumentError: As for the constructor, or the cache type is unknown.
         """
-        if cache_type not in get_args(CacheType):
-            raise ArgumentError(f"cache_type is {cache_type!r}, expected one of {', '.join(get_args(CacheType))}")
+        check_cache_type(cache_type)
         options = new_options()
         if threads is not None:
             options.intra_op_num_threads = threads
@@ -164,6 +163,16 @@ class PagedModel:
         self._binding.bind_output(LOGITS, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         self._session.run_with_iobinding(self._binding)
         return logits
+
+
+def check_cache_type(cache_type: str) -> None:
+    """Check the name of a type of keys and values.
+
+    Raises:
+        ArgumentError: It is unknown.
+    """
+    if cache_type not in get_args(CacheType):
+        raise ArgumentError(f"cache_type is {cache_type!r}, expected one of {', '.join(get_args(CacheType))}")
 
 
 def _with_int8_cache(file: Path, options: onnxruntime.SessionOptions) -> ModelProto:

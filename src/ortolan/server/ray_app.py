@@ -35,6 +35,7 @@ try:
     from starlette.responses import Response
     from starlette.types import Message, Receive, Scope, Send
 
+    from ..engine.model import CacheType
     from .http import DONE, error_response, event, read_content
     from .run import ServeOptions, model_name, open_application, prepare_model
     from .start_checks import check_engine_options, check_server_options
@@ -64,6 +65,7 @@ class RayConfig(BaseModel):
         context: The most tokens of a prompt and its answer. Default: the model's limit.
         cache_bytes: The size of each replica's KV cache. Default: PagedModel's, so that replicas on one machine share
             its memory only if you set this.
+        cache_type: The type of keys and values in the KV cache: bfloat16 or int8, see PagedModel.
         max_step_tokens: The most tokens of a call of the model.
         max_sequences: The most answers that run at the same time in a replica.
         max_seconds: The longest time of a request, waiting included.
@@ -86,6 +88,7 @@ class RayConfig(BaseModel):
     threads: PositiveInt = 1
     context: PositiveInt | None = None
     cache_bytes: PositiveInt | None = None
+    cache_type: CacheType = "bfloat16"
     max_step_tokens: PositiveInt = 512
     max_sequences: PositiveInt = 64
     max_seconds: float = 600
@@ -103,6 +106,7 @@ class RayConfig(BaseModel):
             threads=self.threads,
             context=self.context,
             cache_bytes=self.cache_bytes,
+            cache_type=self.cache_type,
             max_step_tokens=self.max_step_tokens,
             max_sequences=self.max_sequences,
             encoder=None if self.encoder is None else Path(self.encoder),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from ..engine import Engine
-    from ..engine.model import PagedModel
+    from ..engine.model import CacheType, PagedModel
     from ..progress import Progress
     from .application import Application
     from .model_folder import ModelFolder
@@ -40,6 +40,7 @@ class ServeOptions:
         threads: Threads of ONNX Runtime. Default: one for each core.
         context: The most tokens of a prompt and its answer. Default: the model's limit.
         cache_bytes: The size of the KV cache. Default: PagedModel's.
+        cache_type: The type of keys and values in the KV cache, see PagedModel.
         max_step_tokens: The most tokens of a call of the model, see `Engine`.
         max_sequences: The most sequences that run at the same time.
         max_queue: The most sequences that wait; more get 429.
@@ -59,6 +60,7 @@ class ServeOptions:
     threads: int | None = None
     context: int | None = None
     cache_bytes: int | None = None
+    cache_type: CacheType = "bfloat16"
     max_step_tokens: int = 512
     max_sequences: int = 64
     max_queue: int = 1024
@@ -214,7 +216,8 @@ def open_application(
     with open_engine(model, options, say) as (engine, folder):
         application = Application(settings, make_generator(engine, folder), encoder, encoder_name)
         cache = engine.model.blocks * cast("PagedModel", engine.model).block_bytes
-        application.sizes = f"context {engine.context} tokens, cache {human_bytes(cache)}"
+        kind = "" if options.cache_type == "bfloat16" else f"{options.cache_type} "
+        application.sizes = f"context {engine.context} tokens, {kind}cache {human_bytes(cache)}"
         yield application
 
 
@@ -234,7 +237,13 @@ def open_engine(
     from .model_folder import read_model_folder
 
     read = read_model_folder(folder, options.tool_calls, options.chat_template)
-    paged = PagedModel.open(folder, threads=options.threads, context=options.context, cache_bytes=options.cache_bytes)
+    paged = PagedModel.open(
+        folder,
+        threads=options.threads,
+        context=options.context,
+        cache_bytes=options.cache_bytes,
+        cache_type=options.cache_type,
+    )
     if say is not None and options.context is None and paged.limit is not None and paged.context < paged.limit:
         why = "--cache-memory" if options.cache_bytes is not None else "the machine's memory; see --cache-memory"
         say(f"context is {paged.context} of the model's {paged.limit} tokens, because of {why}")

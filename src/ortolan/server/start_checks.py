@@ -14,17 +14,19 @@ from ortolan.graph_passes.report.figures import human_bytes
 
 from ..cache_folder import default_cache_dir
 from ..engine import BLOCK_TOKENS
+from ..engine.model import check_cache_type
 from ..errors import ArgumentError, ModelError, OrtolanError, missing_model
 from .chat import read_template_file
 from .model_folder import check_tool_family
 
 if TYPE_CHECKING:
+    from ..engine.model import CacheType
     from .run import ServeOptions
 
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+")
 _THREADS_PER_CPU = 4  # more only slow a model down, and thousands cannot be started
 _SHARE_OF_MEMORY = 4  # the default cache has 1 / this of the memory, as in PagedModel
-_BF16_BYTES = 2
+_BF16_BYTES, _INT8_BYTES, _SCALE_BYTES = 2, 1, 4
 
 
 def check_server_options(options: ServeOptions) -> None:
@@ -48,6 +50,7 @@ def check_engine_options(model: Path, options: ServeOptions) -> None:
         OrtolanError: An option is wrong.
     """
     check_tool_family(options.tool_calls)
+    check_cache_type(options.cache_type)
     if options.chat_template is not None:
         read_template_file(options.chat_template)
     _check_numbers(options)
@@ -106,7 +109,7 @@ def _check_sizes(model: Path, options: ServeOptions) -> None:
     """Check context and cache against the facts in the model's files."""
     if (options.context is None and options.cache_bytes is None) or not model.exists():
         return
-    limit, block_bytes = _facts(model)
+    limit, block_bytes = _facts(model, options.cache_type)
     if options.context is not None and limit is not None and not 1 <= options.context <= limit:
         raise ArgumentError(f"context is {options.context}, expected 1 to the model's {limit} tokens")
     cache = usable_memory() // _SHARE_OF_MEMORY if options.cache_bytes is None else options.cache_bytes
@@ -119,7 +122,7 @@ def _check_sizes(model: Path, options: ServeOptions) -> None:
         )
 
 
-def _facts(model: Path) -> tuple[int | None, int]:
+def _facts(model: Path, cache_type: CacheType) -> tuple[int | None, int]:
     """Return a decoder's most tokens, and the bytes of a block of its cache; None and 0 if they are not known."""
     from ortolan.graph_passes.find.positions import count_positions
     from ortolan.graph_passes.names import CONTEXT_KEY
@@ -129,12 +132,14 @@ def _facts(model: Path) -> tuple[int | None, int]:
     if model.suffix == ".gguf" and model.is_file():
         converted = target_folder(model, default_cache_dir())
         if converted.is_dir():  # which is faster to read
-            return _facts(converted)
+            return _facts(converted, cache_type)
         from ..models.gguf.model import read_model
 
         config = read_model(model).config
-        heads = config.num_hidden_layers * config.num_key_value_heads * config.head_size
-        return config.max_position_embeddings, 2 * heads * _BF16_BYTES * BLOCK_TOKENS
+        heads = config.num_hidden_layers * config.num_key_value_heads
+        size = config.head_size
+        head_bytes = size * _INT8_BYTES + _SCALE_BYTES if cache_type == "int8" else size * _BF16_BYTES
+        return config.max_position_embeddings, 2 * heads * head_bytes * BLOCK_TOKENS
     if not model.is_dir() or graph_kind(loaded := load_graph(model)) == "encoder":
         return None, 0
     said = loaded.metadata_props.get(CONTEXT_KEY)
