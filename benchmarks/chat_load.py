@@ -1,7 +1,7 @@
 """Load test of `ortolan serve`: chats that arrive at random, at a multiple of the server's capacity.
 
 python -m ortolan.benchmarks.chat_load FOLDER [--load 2] [--seconds 1800] [--threads 2] [--max-queue 128]
-    [--cache-memory 512M] [--json]
+    [--cache-memory 512M] [--cache-type bfloat16 | int8] [--json]
 
 Starts the server on a free port of the loopback interface. First measures its capacity: answers a second to clients
 that wait for their answers. Then chats arrive as a Poisson process, at `--load` times the capacity, with prompts of 100
@@ -24,10 +24,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
+from ..engine.model import CacheType
 from .result import versions_line
 
 _TOKENS = 100  # of an answer
@@ -225,10 +226,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--cache-memory", default="512M", help="of the server: it fills, and memory is flat from then on"
     )
+    parser.add_argument("--cache-type", choices=get_args(CacheType), default="bfloat16", help="of the server")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(argv)
     options = ["--threads", str(arguments.threads), "--max-queue", str(arguments.max_queue)]
-    options += ["--cache-memory", arguments.cache_memory]
+    options += ["--cache-memory", arguments.cache_memory, "--cache-type", arguments.cache_type]
     before, load = Load(), Load()
     with running_server(arguments.folder, options) as (process, address):
         capacity = asyncio.run(measure_capacity(address, before))

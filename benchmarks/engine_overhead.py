@@ -1,10 +1,13 @@
-"""Time that the engine of continuous batching spends per step beside the model and the sampler.
+"""Time that the engine of continuous batching spends per step beside the model, and time to draw a token.
 
 python -m ortolan.benchmarks.engine_overhead [--tokens 200] [--rounds 3] [--text] [--json]
 
 The model and the sampler do nothing, and each prompt has 256 tokens. Prints the median time of a step in which all
 sequences decode, for 1 to 256 sequences, and the limit that the engine should keep: 0.3 ms, and 20 us for each
 sequence. --text decodes tokens to text, with a byte-level tokenizer, and searches stop strings.
+
+Then prints the median time in which the engine's sampler draws a token from a row of logits, which are normally
+distributed with standard deviation 4, on one thread.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..engine import Engine, Request, RowState, Sampled, SamplingOptions, Step
+from ..engine.sampling import NativeSampler
 from .result import versions_line
 
 if TYPE_CHECKING:
@@ -28,6 +32,16 @@ if TYPE_CHECKING:
 _SEQUENCES = (1, 4, 16, 64, 256)
 _PROMPT = 256
 _STEP_MS, _SEQUENCE_MS = 0.3, 0.02
+_VOCABULARIES = (49_152, 151_936)  # of SmolLM2 and Qwen3
+_DRAWS = 200
+_SAMPLED = {
+    "greedy": SamplingOptions(temperature=0),
+    "temperature 0.8": SamplingOptions(temperature=0.8),
+    "top_k 40": SamplingOptions(temperature=0.8, top_k=40),
+    "top_p 0.95": SamplingOptions(temperature=0.8, top_p=0.95),
+    "min_p 0.05": SamplingOptions(temperature=0.8, min_p=0.05),
+    "greedy, 5 logprobs": SamplingOptions(temperature=0, logprobs=5),
+}
 
 
 class _NullModel:
@@ -86,25 +100,44 @@ def measure(sequences: int, tokens: int, text: bool) -> float:
     return statistics.median(times) * 1000
 
 
-def main() -> None:
-    """Measure and print the table."""
+def measure_sampling(options: SamplingOptions, vocabulary: int) -> float:
+    """Return the median microseconds in which a token is drawn from a row of logits."""
+    logits = np.random.default_rng(0).normal(0, 4, [1, vocabulary]).astype(np.float32)
+    sampler, row, times = NativeSampler(), RowState(options, (), [], 0, 0), []
+    for _ in range(_DRAWS):
+        begin = time.perf_counter()
+        (sampled,) = sampler.sample(logits, [row])
+        times.append(time.perf_counter() - begin)
+        row.answer.append(sampled.token)  # the next draw takes another random value
+    return statistics.median(times) * 1e6
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=200, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--text", action="store_true", help="decode tokens to text")
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     found = {
         sequences: min(measure(sequences, options.tokens, options.text) for _ in range(options.rounds))
         for sequences in _SEQUENCES
     }
+    drawn = {
+        name: {size: min(measure_sampling(one, size) for _ in range(options.rounds)) for size in _VOCABULARIES}
+        for name, one in _SAMPLED.items()
+    }
     if options.json:
-        print(json.dumps({"milliseconds_per_step": found}))
+        print(json.dumps({"milliseconds_per_step": found, "microseconds_per_token": drawn}))
         return
     print(versions_line())
     print("sequences  ms per step  limit")
     for sequences, milliseconds in found.items():
         print(f"{sequences:>9}  {milliseconds:>11.3f}  {_STEP_MS + sequences * _SEQUENCE_MS:.2f}")
+    print("\nus to draw a token from", *(f"{size:>8}" for size in _VOCABULARIES), "logits")
+    for name, microseconds in drawn.items():
+        print(f"{name:<23}", *(f"{one:>8.1f}" for one in microseconds.values()))
 
 
 if __name__ == "__main__":

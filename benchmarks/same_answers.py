@@ -1,6 +1,7 @@
 """Check that the answer to each request does not depend on other requests, on a real model.
 
 python -m ortolan.benchmarks.same_answers FOLDER [--requests 2000] [--threads 2] [--seed 0]
+    [--cache-type bfloat16 | int8]
 
 FOLDER has a decoder in the form for serving. Requests with random prompts (some share a prefix), options, seeds and
 priorities arrive at random times from several threads, some are cancelled, and the pools are so small that sequences
@@ -18,11 +19,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 
 from ..engine import Engine, Request, SamplingOptions, TokenLogprobs
-from ..engine.model import PagedModel
+from ..engine.model import CacheType, PagedModel
 from ..engine.step import BLOCK_TOKENS
 
 _REQUESTS = 2000  # the default; this number must lead to preemptions and shared tokens
@@ -115,10 +117,13 @@ def run(engine: Engine, request: Request, cancel_after: int | None = None) -> li
     return found
 
 
-def check(folder: str | os.PathLike[str], count: int, threads: int, seed: int) -> Result:
+def check(
+    folder: str | os.PathLike[str], count: int, threads: int, seed: int, cache_type: CacheType = "bfloat16"
+) -> Result:
     """Compare `count` requests that run together with the same requests alone."""
-    block = PagedModel.open(folder, threads=1).block_bytes
-    model = PagedModel.open(folder, threads=threads, cache_bytes=block * -(-_POOL // BLOCK_TOKENS))
+    block = PagedModel.open(folder, threads=1, cache_type=cache_type).block_bytes
+    size = block * -(-_POOL // BLOCK_TOKENS)
+    model = PagedModel.open(folder, threads=threads, cache_bytes=size, cache_type=cache_type)
     requests = make_requests(count, model.vocabulary, seed)
     with Engine(model, max_step_tokens=128, max_sequences=32) as engine:
         answers, cancelled = together(engine, requests, seed)
@@ -140,9 +145,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=_REQUESTS)
     parser.add_argument("--threads", type=int, default=2, help="threads of ONNX Runtime")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cache-type", choices=get_args(CacheType), default="bfloat16", help="of keys and values")
     arguments = parser.parse_args(argv)
     began = time.monotonic()
-    result = check(arguments.folder, arguments.requests, arguments.threads, arguments.seed)
+    result = check(arguments.folder, arguments.requests, arguments.threads, arguments.seed, arguments.cache_type)
     print(
         f"{result.compared} requests, {result.cancelled} of them cancelled; {result.preemptions} preemptions, "
         f"{result.shared_tokens} tokens from the prefix cache; {time.monotonic() - began:.0f} s"

@@ -287,6 +287,7 @@ def test_an_environment_that_cannot_be_made_says_why_and_is_tried_again(monkeypa
         (("--pictures", "none"), "--pictures: expected a folder, found 'none'"),
         (("--threads", "0"), "--threads: expected 1 or more, found 0"),
         (("--requests", "4", "0"), "--requests: expected 1 or more, found 0"),
+        (("--cache-type", "int4"), "--cache-type: invalid choice: 'int4'"),
         (("--arrivals", "-1"), "--arrivals: expected 0 or more, found -1"),
         (("--gguf", "none.gguf"), "--gguf: file 'none.gguf' does not exist"),
     ],

@@ -43,9 +43,11 @@ def source(gguf):
     return serving.Source("tiny", gguf, windows)
 
 
-@pytest.fixture(params=["ortolan", "ortolan-decoder"])
+@pytest.fixture(params=[("ortolan", "bfloat16"), ("ortolan", "int8"), ("ortolan-decoder", None)])
 def runner(request, gguf, tmp_path):
-    configuration = Configuration("ours", request.param, gguf, ours=True)
+    engine, cache_type = request.param
+    options = {} if cache_type is None else {"cache_type": cache_type}
+    configuration = Configuration("ours", engine, gguf, options, ours=True)
     with Runner(configuration, "serving.py", tmp_path / "made") as found:
         found.make(SERVING, "tiny", 1)
         found.open(1, {"kind": "score", "windows": [IDS[:8]]})
@@ -56,7 +58,7 @@ def test_engines_score_a_text_like_the_imported_model(runner, source, gguf, tmp_
     import_gguf(gguf, tmp_path / "folder")
     session = create_session(tmp_path / "folder" / "model.onnx")
     expected = score_tokens(session, IDS, WINDOW, WINDOW - 1).perplexity
-    # The engine's caches are bf16.
+    # The engine's caches are bf16 or int8.
     assert serving.judge_for(source)(runner)["perplexity"] == pytest.approx(expected, rel=0.01)
 
 
@@ -123,6 +125,12 @@ def test_one_by_one_does_not_count_the_time_without_requests():
 def test_a_percentile_is_one_of_the_values():
     values = [float(value) for value in range(100, 0, -1)]
     assert (percentile(values, 50), percentile(values, 99), percentile([3.0], 99)) == (50, 99, 3)
+
+
+def test_each_type_of_the_cache_is_a_configuration(source, tmp_path):
+    job = Job((1,), 0.0, {}, tmp_path, print, cache_types=("bfloat16", "int8"))
+    found = {one.name: one.options.get("cache_type") for one in serving.configurations_for(job, source)}
+    assert found == {"Ortolan, engine": "bfloat16", "Ortolan, engine, int8 cache": "int8", "Ortolan, one by one": None}
 
 
 def test_requests_are_seeded():

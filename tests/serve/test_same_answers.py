@@ -11,18 +11,22 @@ import ortolan
 from ortolan.benchmarks import same_answers
 from ortolan.benchmarks.same_answers import Result, check, main, make_requests, together
 from ortolan.engine import Engine
+from ortolan.engine.model import CacheType
 
 from ..engine.small_model import VOCABULARY, SmallModel, SmallSampler
 from ..passes.cached_llama import llama
 
 
-@pytest.mark.parametrize(("form", "weights"), [("gqa", "int4"), ("standard", "int8")])
-def test_answers_depend_on_their_request_alone(tmp_path: Path, form: str, weights: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "weights", "cache_type"),
+    [("gqa", "int4", "bfloat16"), ("standard", "int8", "bfloat16"), ("gqa", "int8", "int8")],
+)
+def test_answers_depend_on_their_request_alone(tmp_path: Path, form: str, weights: str, cache_type: CacheType) -> None:
     onnx.save(llama(form), tmp_path / "model.onnx")
     ortolan.optimize_onnx(
         tmp_path / "model.onnx", tmp_path / "serving.onnx", weights=weights, serve=True, allow_different=True
     )
-    result = check(tmp_path / "serving.onnx", count=150, threads=2, seed=1)
+    result = check(tmp_path / "serving.onnx", count=150, threads=2, seed=1, cache_type=cache_type)
     assert result.different == []
     assert result.compared == 150 and result.cancelled > 5
     assert result.preemptions > 5 and result.shared_tokens > 500
@@ -31,7 +35,7 @@ def test_answers_depend_on_their_request_alone(tmp_path: Path, form: str, weight
 def test_its_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     onnx.save(llama("gqa"), tmp_path / "model.onnx")
     ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "serving.onnx", weights="int8", serve=True)
-    assert main([str(tmp_path / "serving.onnx"), "--requests", "8", "--threads", "1"]) == 0
+    assert main([str(tmp_path / "serving.onnx"), "--requests", "8", "--threads", "1", "--cache-type", "int8"]) == 0
     assert "every answer equals that of the request alone" in capsys.readouterr().out
 
 

@@ -2,7 +2,8 @@
 
 python -m tools.peers [SECTION …] [--peer NAME … | all | none] [--model NAME …] [--work NAME …]
     [--threads 1 2] [--seconds 20] [--sts sts-dev.csv] [--text wikitext2_valid.txt] [--json FILE.json]
-    [--requests 1 4 16 64] [--arrivals 100] [--gguf FILE.gguf] [--page PAGE.md] [--pictures FOLDER] [--compare OLD.json]
+    [--requests 1 4 16 64] [--arrivals 100] [--cache-type bfloat16 int8] [--gguf FILE.gguf]
+    [--page PAGE.md] [--pictures FOLDER] [--compare OLD.json]
 python -m tools.peers --from FILE.json [--page PAGE.md] [--pictures FOLDER] [--compare OLD.json]
 
 On first use, each runtime is installed into an environment of its own in the cache folder: about 6 GB for all, and
@@ -25,14 +26,16 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 from rich.table import Table
 
+from ortolan.engine.model import CacheType
 from ortolan.errors import OrtolanError
 
 from . import decoders, encoders, layers, serving, serving_table, sparse_encoders
-from .comparison import ARRIVALS, REQUESTS, Job
+from .comparison import ARRIVALS, CACHE_TYPES, REQUESTS, Job
 from .environments import ASKED_FOR, REQUIREMENTS, make_environment
 from .result import PeersResult, Row
 from .verdict import DECODERS, ENCODERS, LAYERS, SECTIONS, SERVING, SPARSE_ENCODERS, changes, verdicts
@@ -77,6 +80,15 @@ def read_arguments() -> argparse.Namespace:
         help=f"{SERVING}: requests that come at random times; default: {ARRIVALS}; 0: none",
     )
     parser.add_argument(
+        "--cache-type",
+        nargs="+",
+        action="extend",
+        choices=get_args(CacheType),
+        metavar="TYPE",
+        help=f"{SERVING}: types of the KV cache of Ortolan's engine, {' or '.join(get_args(CacheType))} or both; "
+        f"default: {CACHE_TYPES[0]}",
+    )
+    parser.add_argument(
         "--gguf", type=Path, metavar="FILE.gguf", help=f"{SERVING}: measure this model too; needs --text"
     )
     parser.add_argument(
@@ -98,6 +110,7 @@ def read_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     arguments.threads = arguments.threads or [1, 2]
     arguments.requests = arguments.requests or list(REQUESTS)
+    arguments.cache_type = arguments.cache_type or list(CACHE_TYPES)
     for name in arguments.sections:
         if name not in SECTIONS:
             parser.error(str(argparse.ArgumentError(sections, f"expected {', '.join(SECTIONS)}; found {name!r}")))
@@ -176,6 +189,7 @@ def measure(arguments: argparse.Namespace, result: PeersResult) -> None:
             arguments.gguf,
             tuple(sorted(set(arguments.requests))),
             arguments.arrivals,
+            tuple(dict.fromkeys(arguments.cache_type)),
             tuple(arguments.model) if arguments.model else None,
             tuple(arguments.work) if arguments.work else None,
             result.timed(),
@@ -272,10 +286,11 @@ def command_words(arguments: argparse.Namespace) -> list[str]:
     """Return the arguments that determine the result, with file names instead of paths."""
     words = [*arguments.sections, "--peer", *arguments.peer]
     serves = SERVING in (arguments.sections or SECTIONS)
-    for option in ("model", "work", "threads", "seconds", *(("requests", "arrivals") if serves else ())):
+    of_serving = ("requests", "arrivals", "cache_type") if serves else ()
+    for option in ("model", "work", "threads", "seconds", *of_serving):
         value = getattr(arguments, option)
         if value is not None:
-            words += [f"--{option}", *map(str, value if isinstance(value, list) else [f"{value:g}"])]
+            words += [f"--{option.replace('_', '-')}", *map(str, value if isinstance(value, list) else [f"{value:g}"])]
     for option in ("sts", "text", "gguf"):
         if path := getattr(arguments, option):
             words += [f"--{option}", path.name]

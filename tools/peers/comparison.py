@@ -7,15 +7,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..workers.process import WorkerError
 from .configuration import Configuration, Runner, interleave
 from .result import PeersResult, Row
 from .verdict import counts_beside, is_no_worse
 
+if TYPE_CHECKING:
+    from ortolan.engine.model import CacheType
+
 OUTRUN = 1.25  # ratio of speeds
 REQUESTS, ARRIVALS = (1, 4, 16, 64), 100
+CACHE_TYPES: tuple[CacheType, ...] = ("bfloat16",)
 Judge = Callable[[Runner], Mapping[str, float]]
 Found = Mapping[str, tuple[Runner, Row]]  # the configurations that were made, by name
 LeaveOut = Callable[[str, WorkerError], None]  # records why a configuration's work is missing
@@ -31,6 +35,7 @@ class Job:
         gguf: A GGUF file that is served too.
         requests: Numbers of requests to serve at once.
         arrivals: Number of requests that arrive at random times.
+        cache_types: Types of the KV cache of Ortolan's engine.
         models, works: Names of models and kinds of work to measure; None for all.
         done: Maps (section, model) to the numbers of threads that its rows already have.
         keep: Called when all rows of a model are complete.
@@ -46,6 +51,7 @@ class Job:
     gguf: Path | None = None
     requests: tuple[int, ...] = REQUESTS
     arrivals: int = ARRIVALS
+    cache_types: tuple[CacheType, ...] = CACHE_TYPES
     models: tuple[str, ...] | None = None
     works: tuple[str, ...] | None = None
     done: Mapping[tuple[str, str], frozenset[int]] = field(default_factory=dict)

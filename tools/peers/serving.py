@@ -110,7 +110,9 @@ def make_source(job: Job, model: str, folder: Path) -> Source:
 
 def configurations_for(job: Job, source: Source) -> Iterator[Configuration]:
     """Yield the configurations, Ortolan's engine first."""
-    yield Configuration("Ortolan, engine", "ortolan", source.gguf, ours=True)
+    for cache_type in job.cache_types:
+        name = "Ortolan, engine" if cache_type == "bfloat16" else f"Ortolan, engine, {cache_type} cache"
+        yield Configuration(name, "ortolan", source.gguf, {"cache_type": cache_type}, ours=True)
     yield Configuration("Ortolan, one by one", "ortolan-decoder", source.gguf, ours=True)
     if (python := job.pythons.get("llama.cpp")) is not None:
         for form in (None, *LLAMA_CPP_FORMS):

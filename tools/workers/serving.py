@@ -23,6 +23,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -31,12 +32,12 @@ import numpy as np
 if TYPE_CHECKING:
     from .decoder_engine import DecoderEngine, Part
     from .decoders import GenAi, LlamaCpp, Ortolan
-    from .engine import Engine, EngineWorker, Made, forget_peak, megabytes, ort_options, peak_megabytes, with_data
+    from .engine import Engine, EngineWorker, Made, forget_peak, megabytes, peak_megabytes, with_data
     from .openvino_decoder import OpenVinoGenAi
 else:
     from decoder_engine import DecoderEngine, Part
     from decoders import GenAi, LlamaCpp, Ortolan
-    from engine import Engine, EngineWorker, Made, forget_peak, megabytes, ort_options, peak_megabytes, with_data
+    from engine import Engine, EngineWorker, Made, forget_peak, megabytes, peak_megabytes, with_data
     from openvino_decoder import OpenVinoGenAi
 
 # How an engine orders prompts and steps: "mixed", steps of some requests with prompts of other requests; "apart", all
@@ -178,20 +179,25 @@ class OrtolanEngine(ServingEngine):
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
-        """Import the file. No options."""
+        """Import the file. Option `cache_type`: the type of keys and values."""
+        cache_type = options.pop("cache_type")
         if options:
             raise ValueError(f"unknown options {', '.join(options)}; a GGUF file is imported as it is")
         made = folder / "made"
         importlib.import_module("ortolan").import_gguf(model, made, serve=True)
-        call = f"ortolan.import_gguf({model.name!r}, folder, serve=True); engine.Engine(PagedModel(session)).submit"
-        return Made({"model": str(made / "model.onnx")}, call, megabytes(*with_data(made / "model.onnx")))
+        call = (
+            f"ortolan.import_gguf({model.name!r}, folder, serve=True); "
+            f"engine.Engine(PagedModel.open(folder, cache_type={cache_type!r})).submit"
+        )
+        opened = {"model": str(made / "model.onnx"), "cache_type": cache_type}
+        return Made(opened, call, megabytes(*with_data(made / "model.onnx")))
 
-    def __init__(self, threads: int, model: str) -> None:
+    def __init__(self, threads: int, model: str, cache_type: str) -> None:
         self._engines = importlib.import_module("ortolan.engine")
-        self._model_class = importlib.import_module("ortolan.engine.model").PagedModel
-        session = importlib.import_module("ortolan.session")
-        self._session = session.create_session(model, ort_options(session.new_options(), threads))
-        self._block_bytes = self._model_class(self._session).block_bytes
+        paged = importlib.import_module("ortolan.engine.model").PagedModel
+        # Its session has the options of `ort_options`.
+        self._open = partial(paged.open, model, threads=threads, cache_type=cache_type)
+        self._block_bytes = self._open().block_bytes
         self._engine: Any = None
         self._make_pools([self.block_tokens])
 
@@ -199,7 +205,7 @@ class OrtolanEngine(ServingEngine):
         self._close()
         self._blocks = [-(-length // self.block_tokens) for length in lengths]
         self._model: Any = None  # frees the memory of the previous pools
-        self._model = self._model_class(self._session, cache_bytes=sum(self._blocks) * self._block_bytes)
+        self._model = self._open(cache_bytes=sum(self._blocks) * self._block_bytes)
 
     def make_room(self, tokens: int) -> None:
         """Make an empty cache for one sequence."""
