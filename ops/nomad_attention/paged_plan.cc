@@ -20,15 +20,37 @@ constexpr int64_t kQuad = 4;
 // Parts of a row's keys that threads can share. Counted from key 0, so that a row's result does not depend on the call.
 constexpr int64_t kPartKeys = 4096;
 constexpr int64_t kMostRows = 96;  // of a kernel call, except for a single token with more heads
+// Memory of partial results. It holds units for many threads. All those of a prompt's chunk after 100,000 tokens would
+// take hundreds of megabytes.
+constexpr int64_t kRoundBytes = 32 << 20;
 
 // Chunk of a sequence and one head of keys and values, and a part of its keys.
 struct Unit {
   int64_t sequence, kv_head, token, tokens, part;
   int64_t begin, end;  // keys of the part, from the tile of the first key that a token sees
-  int64_t partial;     // index of its first row in the partial results
+  int64_t partial;     // index of its first row in the partial results of the call
+  int64_t rows;        // of tokens and query heads
 
+  int64_t EndRow() const { return partial + rows; }
   bool SharesRows(const Unit& other) const {
     return sequence == other.sequence && kv_head == other.kv_head && token == other.token;
+  }
+};
+
+// Units that are computed, then merged, before the next round begins.
+struct Round {
+  size_t begin, end;
+};
+
+// Partial results of the units of a round.
+struct PartialResults {
+  float* data;
+  int64_t rows, head_dim;
+  int64_t first;  // row of the call
+
+  DecodePartial At(int64_t row) const {
+    const int64_t own = row - first;
+    return {data + own, data + rows + own, data + 2 * rows + own * head_dim};
   }
 };
 
@@ -69,8 +91,9 @@ std::vector<Unit> UnitsOf(const PagedCall& call, int64_t window) {
         const int64_t first = window > 0 ? std::max<int64_t>(call.Past(b) + token + 1 - window, 0) : 0;
         for (int64_t part = first / kPartKeys; part * kPartKeys < end; ++part) {
           const int64_t begin = std::max(part * kPartKeys, first / kPagedTile * kPagedTile);
-          units.push_back({b, head, token, tokens, part, begin, std::min(end, (part + 1) * kPartKeys), rows});
-          rows += tokens * call.Group();
+          units.push_back({b, head, token, tokens, part, begin, std::min(end, (part + 1) * kPartKeys), rows,
+                           tokens * call.Group()});
+          rows = units.back().EndRow();
         }
       }
     }
@@ -78,19 +101,53 @@ std::vector<Unit> UnitsOf(const PagedCall& call, int64_t window) {
   return units;
 }
 
-// Returns the first unit of each work item, and the number of units. Neighbouring units are one item until they are
-// worth handing to another thread.
-std::vector<size_t> ItemsOf(const PagedCall& call, std::span<const Unit> units) {
-  std::vector<size_t> items{0};
+// Returns rounds of at most `most_rows` rows, or of one chunk and head: units that share rows are in the same round.
+std::vector<Round> RoundsOf(std::span<const Unit> units, int64_t most_rows) {
+  std::vector<Round> rounds{{0, 0}};
+  for (size_t end = 0; end < units.size();) {
+    const size_t begin = end;
+    while (end < units.size() && units[end].SharesRows(units[begin])) ++end;
+    const size_t first = rounds.back().begin;
+    if (begin > first && units[end - 1].EndRow() - units[first].partial > most_rows) rounds.push_back({begin, begin});
+    rounds.back().end = end;
+  }
+  return rounds;
+}
+
+// Returns the first unit of each work item of a round, and its last unit + 1. Neighbouring units are one item until
+// they are worth handing to another thread.
+std::vector<size_t> ItemsOf(const PagedCall& call, std::span<const Unit> units, const Round& round) {
+  std::vector<size_t> items{round.begin};
   int64_t macs = 0;
-  for (size_t u = 0; u < units.size(); ++u) {
+  for (size_t u = round.begin; u < round.end; ++u) {
     const Unit& unit = units[u];
-    macs += 2 * unit.tokens * call.Group() * (unit.end - unit.begin) * call.head_dim;
-    if (macs < ActiveTuning().piece_macs && u + 1 < units.size()) continue;
+    macs += 2 * unit.rows * (unit.end - unit.begin) * call.head_dim;
+    if (macs < ActiveTuning().piece_macs && u + 1 < round.end) continue;
     items.push_back(u + 1);
     macs = 0;
   }
   return items;
+}
+
+// Returns the arguments of a unit, without what comes after it.
+PagedAttentionArgs ArgsOf(const PagedCall& call, int64_t window, const Unit& unit) {
+  PagedAttentionArgs args;
+  const int64_t head = unit.kv_head * call.Group(), first = call.Begin(unit.sequence) + unit.token;
+  args.heads = call.Group();
+  args.head_dim = call.head_dim;
+  args.tokens = unit.tokens;
+  args.position = call.Past(unit.sequence) + unit.token;
+  args.q = call.q.At(0, head, first);
+  args.q_token_bytes = call.q.row_bytes;
+  args.q_head_bytes = call.q.head_bytes;
+  args.blocks = call.Blocks(unit.sequence);
+  args.keys = PoolOf(call.keys, call, unit.kv_head);
+  args.values = PoolOf(call.values, call, unit.kv_head);
+  args.window = window;
+  args.scale = call.scale;
+  args.softcap = call.softcap;
+  args.sinks = call.sinks == nullptr ? nullptr : call.sinks + head;
+  return args;
 }
 
 // Lets `args` prefetch the first tile that comes after it, which begins with key `first`.
@@ -100,6 +157,30 @@ void PrefetchNext(const PagedAttentionArgs& next, int64_t first, PagedAttentionA
   args.next_count = (keys + kBlockTokens - 1) / kBlockTokens;
   args.next_keys = next.keys;
   args.next_values = next.values;
+}
+
+// Merges the parts of each row in order, and only those with keys that the row sees. `units` begin with the parts of a
+// chunk and head.
+void Finish(const DecodeAttentionKernel& kernel, const PagedCall& call, int64_t window, std::span<const Unit> units,
+            const PartialResults& partials) {
+  const Unit& unit = units.front();
+  const int64_t group = call.Group(), position = call.Past(unit.sequence) + unit.token;
+  for (int64_t t = 0; t < unit.tokens; ++t) {
+    std::optional<DecodePartial> whole;
+    for (const Unit& part : units) {
+      if (!part.SharesRows(unit)) break;
+      const int64_t begin = part.part * kPartKeys, first = position + t + 1 - window;
+      if (begin > position + t || (window > 0 && first >= begin + kPartKeys)) continue;
+      const DecodePartial own = partials.At(part.partial + t * group);
+      if (whole) {
+        kernel.merge(group, call.head_dim, own, *whole);
+      } else {
+        whole = own;
+      }
+    }
+    const int64_t row = call.Begin(unit.sequence) + unit.token + t;
+    kernel.finish(group, call.head_dim, *whole, call.Y(0, unit.kv_head * group, row), call.head_dim * kFloat);
+  }
 }
 
 }  // namespace
@@ -209,67 +290,33 @@ void PagedPlan::AppendToken(const PagedCall& call, int64_t token, int64_t block,
 }
 
 void PagedPlan::Attend(Host& host, const PagedCall& call) const {
-  const int64_t group = call.Group(), dim = call.head_dim, most_tokens = MostTokens(call);
   const std::vector<Unit> units = UnitsOf(call, form_.window);
-  const int64_t rows = units.empty() ? 0 : units.back().partial + units.back().tokens * group;
-  const HostMemory memory(host, rows * (2 + dim) * kFloat);
-  float* const maxima = reinterpret_cast<float*>(memory.data());
-  const auto partial_of = [&](int64_t row) {
-    return DecodePartial{maxima + row, maxima + rows + row, maxima + 2 * rows + row * dim};
-  };
-  const auto args_of = [&](const Unit& unit) {
-    PagedAttentionArgs args;
-    const int64_t head = unit.kv_head * group, first = call.Begin(unit.sequence) + unit.token;
-    args.heads = group;
-    args.head_dim = dim;
-    args.tokens = unit.tokens;
-    args.position = call.Past(unit.sequence) + unit.token;
-    args.q = call.q.At(0, head, first);
-    args.q_token_bytes = call.q.row_bytes;
-    args.q_head_bytes = call.q.head_bytes;
-    args.blocks = call.Blocks(unit.sequence);
-    args.keys = PoolOf(call.keys, call, unit.kv_head);
-    args.values = PoolOf(call.values, call, unit.kv_head);
-    args.window = form_.window;
-    args.scale = call.scale;
-    args.softcap = call.softcap;
-    args.sinks = call.sinks == nullptr ? nullptr : call.sinks + head;
-    return args;
-  };
-  const std::vector<size_t> items = ItemsOf(call, units);
-  const int64_t scratch_bytes = Aligned(attention_.scratch_bytes(most_tokens * group, dim));
-  ForEachWithScratch(host, static_cast<int64_t>(items.size()) - 1, scratch_bytes, [&](int64_t item, char* scratch) {
-    for (size_t u = items[static_cast<size_t>(item)]; u < items[static_cast<size_t>(item) + 1]; ++u) {
-      PagedAttentionArgs args = args_of(units[u]);
-      if (u + 1 < units.size()) PrefetchNext(args_of(units[u + 1]), units[u + 1].begin, args);
-      attention_.run(args, units[u].begin, units[u].end, partial_of(units[u].partial), scratch);
-    }
-  });
-  // Merge the parts of each row in order, and only those with keys that the row sees.
-  const auto finish = [&](size_t u) {
-    const Unit& unit = units[u];
-    const int64_t position = call.Past(unit.sequence) + unit.token;
-    for (int64_t t = 0; t < unit.tokens; ++t) {
-      std::optional<DecodePartial> whole;
-      for (size_t part = u; part < units.size() && units[part].SharesRows(unit); ++part) {
-        const int64_t begin = units[part].part * kPartKeys, first = position + t + 1 - form_.window;
-        if (begin > position + t || (form_.window > 0 && first >= begin + kPartKeys)) continue;
-        const DecodePartial own = partial_of(units[part].partial + t * group);
-        if (whole) {
-          decode_.merge(group, dim, own, *whole);
-        } else {
-          whole = own;
-        }
+  if (units.empty()) return;
+  const int64_t row_floats = 2 + call.head_dim;
+  const std::vector<Round> rounds = RoundsOf(units, kRoundBytes / (row_floats * kFloat));
+  int64_t rows = 0;  // of the largest round
+  for (const Round& round : rounds) rows = std::max(rows, units[round.end - 1].EndRow() - units[round.begin].partial);
+  const HostMemory memory(host, rows * row_floats * kFloat);
+  const int64_t scratch_bytes = Aligned(attention_.scratch_bytes(MostTokens(call) * call.Group(), call.head_dim));
+  for (const Round& round : rounds) {
+    const PartialResults partials{reinterpret_cast<float*>(memory.data()), rows, call.head_dim,
+                                  units[round.begin].partial};
+    const std::vector<size_t> items = ItemsOf(call, units, round);
+    ForEachWithScratch(host, static_cast<int64_t>(items.size()) - 1, scratch_bytes, [&](int64_t item, char* scratch) {
+      for (size_t u = items[static_cast<size_t>(item)]; u < items[static_cast<size_t>(item) + 1]; ++u) {
+        PagedAttentionArgs args = ArgsOf(call, form_.window, units[u]);
+        if (u + 1 < units.size()) PrefetchNext(ArgsOf(call, form_.window, units[u + 1]), units[u + 1].begin, args);
+        attention_.run(args, units[u].begin, units[u].end, partials.At(units[u].partial), scratch);
       }
-      const int64_t row = call.Begin(unit.sequence) + unit.token + t;
-      decode_.finish(group, dim, *whole, call.Y(0, unit.kv_head * group, row), dim * kFloat);
+    });
+    std::vector<size_t> firsts;  // the first unit of each chunk and head
+    for (size_t u = round.begin; u < round.end; ++u) {
+      if (u == round.begin || !units[u].SharesRows(units[u - 1])) firsts.push_back(u);
     }
-  };
-  std::vector<size_t> firsts;  // the first unit of each chunk and head
-  for (size_t u = 0; u < units.size(); ++u) {
-    if (u == 0 || !units[u].SharesRows(units[u - 1])) firsts.push_back(u);
+    host.ParallelFor(static_cast<int64_t>(firsts.size()), [&](int64_t i) {
+      Finish(decode_, call, form_.window, std::span(units).subspan(firsts[static_cast<size_t>(i)]), partials);
+    });
   }
-  host.ParallelFor(static_cast<int64_t>(firsts.size()), [&](int64_t i) { finish(firsts[static_cast<size_t>(i)]); });
 }
 
 }  // namespace ortolan

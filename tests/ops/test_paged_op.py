@@ -138,6 +138,31 @@ def test_long_sequences_are_merged_by_parts() -> None:
     assert other.run([tensors], [0], [table])[0].tobytes() == y.tobytes()
 
 
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_calls_in_several_rounds(threads: int, int8: bool) -> None:
+    """Partial results of the call take 39 MB, more than a round has; the first round ends in the long sequence."""
+    case: dict[str, Any] = {"heads": 32, "kv_heads": 2, "dim": 128, "int8": int8}
+    past, lengths = [0] * 40 + [9000] + [0] * 5, [50] * 40 + [40] + [50] * 5
+    ends = np.cumsum([blocks_of(sum(one)) for one in zip(past, lengths, strict=True)]).tolist()
+    tables = [list(range(begin, end)) for begin, end in itertools.pairwise([0, *ends])]
+    nodes = [Node(**case, blocks=ends[-1], threads=threads) for _ in range(2)]
+    for node in nodes:
+        rng = np.random.default_rng(3)
+        for pool in node.pools:  # int8 keys and values, and scales; or bfloat16
+            values = rng.integers(-127, 128, pool[tables[40]].shape)
+            pool[tables[40]] = values if pool.dtype == np.int8 else abs(values) / 10_000 if int8 else values / 64
+    chunks = [sequence(nodes[0], tokens, seed) for seed, tokens in enumerate(lengths)]
+    found = nodes[0].run(chunks, past, tables)
+    alone = [
+        y
+        for part in (slice(0, 40), slice(40, 41), slice(41, 46))
+        for y in nodes[1].run(chunks[part], past[part], tables[part])
+    ]
+    assert [y.tobytes() for y in found] == [y.tobytes() for y in alone]
+    assert all(np.isfinite(y).all() for y in found)
+
+
 def test_sinks_count_once_in_any_part() -> None:
     """Late tokens see no key of the first part, because of a window, and some windows cross two parts."""
     case: dict[str, Any] = {"heads": 2, "kv_heads": 1, "dim": 16, "blocks": 288, "sinks": True}
