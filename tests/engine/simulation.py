@@ -62,7 +62,9 @@ class Simulation:
         self.scheduler = Scheduler(self.blocks, self.blocks * BLOCK_TOKENS, self.budget, self.sequences)
 
     def add(self, request: Request) -> Sequence:
-        sequence = Sequence(request.prompt, request.priority, request.client)
+        sequence = Sequence(
+            request.prompt, len(request.prompt) + request.max_tokens, request.priority, request.client
+        )
         self.rows[sequence] = request, RowState(request.sampling, request.prompt, [], 0, 0)
         self.submitted[sequence] = self.steps
         self.scheduler.add(sequence)

@@ -5,7 +5,7 @@ from ortolan.engine.waiting import WaitingQueue
 
 
 def add(queue: WaitingQueue, client: str, count: int = 1, priority: int = 0) -> list[Sequence]:
-    found = [Sequence((1,), priority, client) for _ in range(count)]
+    found = [Sequence((1,), 9, priority, client) for _ in range(count)]
     for one in found:
         queue.add(one)
     return found
@@ -47,7 +47,7 @@ def test_users_take_turns_within_their_client() -> None:
     queue = WaitingQueue()
     for user in "xyz":
         for _ in range(2):
-            queue.add(Sequence((1,), 0, "a", user))
+            queue.add(Sequence((1,), 9, 0, "a", user))
     add(queue, "b", 6)
     found = [(start(queue, one).client, one.user) for one in queue.candidates()]
     assert found == [turn for user in "xyzxyz" for turn in (("a", user), ("b", ""))]
@@ -57,7 +57,7 @@ def test_users_take_turns_within_their_client() -> None:
 def test_users_of_different_clients_are_different_users() -> None:
     queue = WaitingQueue()
     for client in "aab":
-        queue.add(Sequence((1,), 0, client, "x"))
+        queue.add(Sequence((1,), 9, 0, client, "x"))
     assert clients(queue) == "aba"
 
 

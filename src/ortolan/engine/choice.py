@@ -39,14 +39,16 @@ class Choice(Sequence):
         submitted: float,
         emit: Callable[[Output], None],
     ) -> None:
-        super().__init__(prompt, request.priority, request.client, request.user, request.cache_salt.encode())
+        self.most_tokens = min(request.max_tokens, context - len(prompt))
+        limit = len(prompt) + self.most_tokens
+        salt = request.cache_salt.encode()
+        super().__init__(prompt, limit, request.priority, request.client, request.user, salt)
         self.emit = emit
         self.row = RowState(request.sampling, request.prompt, [], index, seed)
         self.text: TextStream | None = None
         self.make_text = make_text
         self.grammar: Grammar | None = None if request.grammar is None else request.grammar.copy()
         self.end_tokens = request.end_tokens
-        self.most_tokens = min(request.max_tokens, context - len(request.prompt))
         self.submitted = submitted
         self.last_token = 0.0
 

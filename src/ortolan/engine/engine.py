@@ -9,21 +9,24 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from functools import partial
 from itertools import count
 from threading import Condition, Thread, current_thread
 from types import TracebackType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ArgumentError, OrtolanError, one_line, wrong_type
 from .choice import Choice
+from .drafts import Drafter, LookupDrafter
 from .requests import EngineClosedError, ErrorKind, FinishReason, QueueFullError, Request
 from .rows import Sampled, TokenSampler
 from .scheduler import Plan, Scheduler
 from .sequence import State
+from .speculation import Speculation
 from .stats import Counters, Stats
 from .step import BLOCK_TOKENS, Model
 from .stream import Stream
@@ -60,6 +63,7 @@ class Engine:
         max_step_tokens: int = 512,
         max_sequences: int = 64,
         max_queue: int = 1024,
+        speculation: Literal["lookup"] | Drafter | None = "lookup",
     ) -> None:
         """Start an engine.
 
@@ -72,6 +76,9 @@ class Engine:
             max_sequences: The most sequences that run at the same time.
             max_queue: The most sequences that wait. Their prompts, counted once for each choice, may have four times
                 the tokens that the pools hold, or 2**20 tokens if that is more.
+            speculation: Where drafts of the next tokens come from. A call of the model verifies them, so that answers
+                are the same with any drafts. "lookup": what followed the same tokens earlier in prompt and answer.
+                None: each call computes one token of an answer.
 
         Raises:
             ArgumentTypeError: The tokenizer is of a different library.
@@ -85,10 +92,11 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.context = min(model.context, model.blocks * BLOCK_TOKENS)
-        self._scheduler = Scheduler(model.blocks, self.context, max_step_tokens, max_sequences)
+        self._limits = (max_step_tokens, max_sequences)
+        self._speculation = _speculation(speculation)
+        self._scheduler = self._new_scheduler()
         self._sampler = sampler if sampler is not None else _native_sampler()
         self._special = _NO_TOKENS if tokenizer is None else special_tokens(tokenizer)
-        self._limits = (max_step_tokens, max_sequences)
         self._max_queue = max_queue
         self._most_waiting = max(_WAITING_POOLS * model.blocks * BLOCK_TOKENS, _WAITING_TOKENS)
         self._counters = Counters()
@@ -175,6 +183,8 @@ class Engine:
             computed_tokens=counters.computed_tokens,
             prompt_tokens=counters.prompt_tokens,
             generated_tokens=counters.generated_tokens,
+            drafted_tokens=counters.drafted_tokens,
+            accepted_tokens=counters.accepted_tokens,
             finished=dict(counters.finished),
             rejected_requests=counters.rejected,
             time_to_first_token=counters.time_to_first_token.data(),
@@ -267,6 +277,9 @@ class Engine:
 
     # -- the engine's thread
 
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(self.model.blocks, self.context, *self._limits, self._speculation)
+
     def _run(self) -> None:
         while self._receive():
             try:
@@ -308,7 +321,7 @@ class Engine:
             return
         try:
             logits = self.model.run(plan.step)
-            self._check_logits(logits, len(plan.rows))
+            self._check_logits(logits, len(plan.step.logit_rows))
         except Exception as error:
             _log.exception("the model failed; the %d sequences of the step end with an error", len(plan.counts))
             for sequence in list(plan.counts):  # ending one removes it
@@ -318,9 +331,15 @@ class Engine:
         counters = self._counters
         counters.steps += 1
         counters.computed_tokens += len(plan.step.input_ids)
-        if plan.rows:
-            self._sample(plan, logits)
-        counters.step_seconds.observe(time.monotonic() - began)
+        if plan.drafts:
+            self._verify(plan, logits)
+            self._scheduler.settle(plan)
+        elif plan.rows:
+            self._sample(cast("list[Choice]", plan.rows), logits)
+        seconds = time.monotonic() - began
+        counters.step_seconds.observe(seconds)
+        if self._speculation is not None:
+            self._speculation.observe(len(plan.step.logit_rows), len(plan.step.input_ids), seconds)
 
     def _end_late(self, now: float) -> None:
         deadlines = self._deadlines
@@ -335,8 +354,35 @@ class Engine:
         if rows and logits.shape != expected:
             raise OrtolanError(f"logits have shape {list(logits.shape)}, expected {list(expected)}")
 
-    def _sample(self, plan: Plan, logits: NDArray[np.float32]) -> None:
+    def _verify(self, plan: Plan, logits: NDArray[np.float32]) -> None:
+        """Draw the tokens of a step with drafts.
+
+        A draft's next logits count if its token is the one that was drawn. So each token is drawn from the logits,
+        history and random number that it would have without drafts. Sequences take turns, a token each, so that all
+        share a call of the sampler.
+        """
+        counters, drafts = self._counters, cast("dict[Choice, Items[int]]", plan.drafts)
         choices = cast("list[Choice]", plan.rows)
+        counters.drafted_tokens += sum(map(len, drafts.values()))
+        rows = np.cumsum([0, *(1 + len(drafts.get(choice, ())) for choice in choices)])[:-1]
+        for drawn in count():
+            self._sample(choices, logits[rows])
+            kept = [
+                index
+                for index, choice in enumerate(choices)
+                if choice.state is State.RUNNING
+                and drawn < len(draft := drafts.get(choice, ()))
+                and draft[drawn] == choice.tokens[-1]
+            ]
+            if not kept:
+                return
+            choices, rows = [choices[index] for index in kept], rows[kept] + 1
+            for choice in choices:
+                self._scheduler.accept(choice)
+            counters.accepted_tokens += len(kept)
+
+    def _sample(self, choices: list[Choice], logits: NDArray[np.float32]) -> None:
+        """Draw the next token of each choice."""
         failed: dict[Choice, tuple[Exception, ErrorKind]] = {}
         for choice in choices:
             if choice.grammar is not None:
@@ -412,7 +458,7 @@ class Engine:
         with self._condition:
             self._active.clear()
             self._deadlines.clear()
-            self._scheduler = Scheduler(self.model.blocks, self.context, *self._limits)
+            self._scheduler = self._new_scheduler()
             self._condition.notify_all()
 
 
@@ -431,6 +477,14 @@ def _kind(error: Exception) -> ErrorKind:
 
 def _text_stream(tokenizer: Tokenizer, request: Request, special: frozenset[int]) -> TextStream:
     return TextStream(Detokenizer(tokenizer, request.prompt, special), request.stop)
+
+
+def _speculation(source: Literal["lookup"] | Drafter | None) -> Speculation | None:
+    if isinstance(source, str):
+        if source != "lookup":
+            raise ArgumentError(f"speculation is {source!r}, expected 'lookup', a Drafter, or None")
+        return Speculation(LookupDrafter())
+    return None if source is None else Speculation(source)
 
 
 def _native_sampler() -> TokenSampler:

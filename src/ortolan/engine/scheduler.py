@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from array import array
 from bisect import insort
-from dataclasses import dataclass
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..errors import ArgumentError
 from .blocks import BlockHasher, BlockPool
 from .sequence import Sequence, State, blocks_of
+from .speculation import Speculation
 from .step import BLOCK_TOKENS, COLUMNS, Step
 from .waiting import WaitingQueue
 
@@ -25,20 +27,23 @@ class Plan:
 
     Attributes:
         step: The arrays for the model.
-        counts: The sequences in the order of the step, and how many of their tokens run.
-        rows: The sequences whose last token runs, in the order of `step.logit_rows`.
+        counts: The sequences in the order of the step, and how many of their tokens run, drafts included.
+        rows: The sequences whose last token runs. In the order of `step.logit_rows`, which has a row for the last token
+            of a sequence and for each token of its draft.
+        drafts: The drafts that the step verifies.
     """
 
     step: Step
     counts: dict[Sequence, int]
     rows: list[Sequence]
+    drafts: dict[Sequence, Items[int]] = field(default_factory=dict)
 
 
 class Scheduler:
     """Continuous batching with chunked prefill, a prefix cache, and preemption by recomputation.
 
-    A step first holds one token of each sequence whose prompt is computed, then chunks of prompts, up to a budget of
-    tokens. A very long prompt leaves half of the budget to the sequences behind it. Full blocks are shared by their
+    A step first holds one token of each sequence whose prompt is computed, then chunks of prompts, then drafts, up to a
+    budget of tokens. A very long prompt leaves half of the budget to the sequences behind it. Full blocks are shared by their
     hash. A sequence whose next block is being computed for another sequence in the same step waits for it. When blocks
     run out, the sequence of the lowest priority that began last gives up its blocks; it is computed again later, with
     what the prefix cache still holds.
@@ -55,7 +60,14 @@ class Scheduler:
         prefix_hits: Tokens that were found there.
     """
 
-    def __init__(self, blocks: int, context: int, max_step_tokens: int, max_sequences: int) -> None:
+    def __init__(
+        self,
+        blocks: int,
+        context: int,
+        max_step_tokens: int,
+        max_sequences: int,
+        speculation: Speculation | None = None,
+    ) -> None:
         """Create a scheduler without sequences.
 
         Args:
@@ -63,6 +75,7 @@ class Scheduler:
             context: The most tokens of a sequence.
             max_step_tokens: The most tokens of a step.
             max_sequences: The most sequences that run at the same time.
+            speculation: Chooses drafts; None: there are none.
         """
         if max_sequences < 1:
             raise ArgumentError(f"max_sequences is {max_sequences}, expected at least 1")
@@ -76,6 +89,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
+        self._speculation = speculation
         self._hasher = BlockHasher()
         self._budget = max_step_tokens
         width = -(-max(blocks_of(context), 1) // COLUMNS) * COLUMNS
@@ -84,6 +98,7 @@ class Scheduler:
         self._tickets = 0
         # The fields below belong to the step that `schedule` plans.
         self._counts: dict[Sequence, int] = {}
+        self._drafts: dict[Sequence, Items[int]] = {}
         self._left = 0
         self._has_chunk = False
         self._deferred = 0
@@ -105,38 +120,43 @@ class Scheduler:
         elif sequence.state is State.WAITING:
             self.waiting.remove(sequence)
         sequence.state = State.ENDED
+        sequence.drafting = None
 
     def schedule(self) -> Plan | None:
         """Choose the tokens of the next step and allocate their blocks; None if there is no sequence."""
-        self._counts = {}
+        self._counts, self._drafts = {}, {}
         self._left = self._budget
         self._pending = set()
         self._has_chunk = False
         self._deferred = 0
         self._schedule_decoding()
         self._schedule_prompts()
+        if self._speculation is not None and self._counts:
+            self._schedule_drafts(self._speculation)
         plan = self._plan() if self._counts else None
-        self._counts = {}  # the plan's from now on: it does not change when its sequences end
+        self._counts, self._drafts = {}, {}  # the plan's from now on: it does not change when its sequences end
         return plan
 
     def complete(self, plan: Plan) -> None:
         """Count the tokens of a step as stored, and let other sequences find blocks that became full.
 
-        Sequences that ended since `schedule` are left out. After a failed step, do not call this; end or preempt its
-        sequences.
+        Drafts are counted by `accept`. Sequences that ended since `schedule` are left out. After a failed step, do not
+        call this; end or preempt its sequences.
         """
-        pool, hasher = self.pool, self._hasher
+        drafts = plan.drafts
         for sequence, count in plan.counts.items():
-            if sequence.state is not State.RUNNING:
-                continue
-            full = sequence.computed // BLOCK_TOKENS
-            sequence.computed += count
-            now_full = sequence.computed // BLOCK_TOKENS
-            if now_full > full:
-                hasher.extend(sequence.hashes, sequence.tokens, now_full, sequence.salt)
-                row = self._table[sequence.slot]
-                for index in range(full, now_full):
-                    row[index] = pool.register(int(row[index]), sequence.hashes[index])
+            if sequence.state is State.RUNNING:
+                self._store(sequence, count - len(drafts[sequence]) if sequence in drafts else count)
+
+    def accept(self, sequence: Sequence) -> None:
+        """Count the next token of a sequence's draft as stored, after it was appended to the tokens."""
+        self._store(sequence, 1)
+
+    def settle(self, plan: Plan) -> None:
+        """Take back the blocks of drafts that were wrong, when the tokens of a step have been drawn."""
+        for sequence in plan.drafts:
+            if sequence.state is State.RUNNING:
+                self._shrink(sequence, blocks_of(len(sequence.tokens)))
 
     # -- planning
 
@@ -169,6 +189,39 @@ class Scheduler:
                 self._add_chunk(sequence, candidate is not None or sequence is not prompts[-1])
         while candidate is not None and self._has_budget():
             candidate = next(candidates, None) if self._start(candidate) else None
+
+    def _schedule_drafts(self, speculation: Speculation) -> None:
+        """Add drafts of sequences whose next token is computed, as far as budget and blocks are left over.
+
+        Drafts leave each running sequence the blocks that it needs soon, as new sequences do.
+        """
+        if self._left <= 0:
+            return
+        room = max(self._room([]), 0)
+        most: dict[Sequence, int] = {}
+        rows = 0
+        for sequence, count in self._counts.items():
+            length = len(sequence.tokens)
+            if sequence.computed + count == length:
+                rows += 1
+                if count == 1:
+                    # The step draws one token more than it accepts.
+                    most[sequence] = min(sequence.limit - length - 1, (sequence.blocks + room) * BLOCK_TOKENS - length)
+        used = self._budget - self._left
+        for sequence, draft in speculation.choose(most, rows, used, self._left).items():
+            length = len(sequence.tokens)
+            needed = blocks_of(length + len(draft)) - sequence.blocks
+            if needed > room:
+                draft = draft[: sequence.blocks * BLOCK_TOKENS - length]
+                needed = 0
+            if not len(draft):
+                continue
+            for _ in range(needed):
+                self._append_block(sequence, self.pool.allocate())
+            room -= max(needed, 0)
+            self._drafts[sequence] = draft
+            self._counts[sequence] += len(draft)
+            self._left -= len(draft)
 
     def _has_budget(self) -> bool:
         """Return whether another chunk fits: of a whole block, unless it is the first chunk of a prompt in the step."""
@@ -282,6 +335,26 @@ class Scheduler:
 
     # -- blocks of a sequence
 
+    def _store(self, sequence: Sequence, count: int) -> None:
+        """Count tokens of a sequence as stored, and let other sequences find blocks that became full."""
+        full = sequence.computed // BLOCK_TOKENS
+        sequence.computed += count
+        now_full = sequence.computed // BLOCK_TOKENS
+        if now_full > full:
+            self._hasher.extend(sequence.hashes, sequence.tokens, now_full, sequence.salt)
+            row = self._table[sequence.slot]
+            for index in range(full, now_full):
+                row[index] = self.pool.register(int(row[index]), sequence.hashes[index])
+
+    def _shrink(self, sequence: Sequence, blocks: int) -> None:
+        """Release the blocks of a sequence after the first ones."""
+        row = self._table[sequence.slot, blocks : sequence.blocks]
+        # The end of a prefix is of use only with its beginning, so the end is released, and later evicted, first.
+        for block in row[::-1].tolist():
+            self.pool.release(block)
+        row[:] = 0
+        sequence.blocks = min(sequence.blocks, blocks)
+
     def _adopt(self, sequence: Sequence, hits: list[int]) -> None:
         for block in hits:
             self.pool.acquire(block)
@@ -302,18 +375,14 @@ class Scheduler:
     def _give_up(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._left += self._counts.pop(sequence, 0)
-        row = self._table[sequence.slot, : sequence.blocks]
-        # The end of a prefix is of use only with its beginning, so the end is released, and later evicted, first.
-        for block in row[::-1].tolist():
-            self.pool.release(block)
-        row[:] = 0
+        self._shrink(sequence, 0)
         self._slots.append(sequence.slot)
         sequence.slot = -1
-        sequence.blocks = sequence.computed = 0
+        sequence.computed = 0
         self.waiting.stopped(sequence)
 
     def _plan(self) -> Plan:
-        counts = self._counts
+        counts, drafts = self._counts, self._drafts
         sequences = list(counts)
         lengths = np.fromiter(counts.values(), np.int64, len(counts))
         starts = np.zeros(len(counts) + 1, np.int64)
@@ -329,9 +398,12 @@ class Scheduler:
                 ids.append(tokens[computed])
             else:
                 ids += tokens[computed : computed + count]
-            if computed + count == len(tokens):
+            if computed + count >= len(tokens):
                 rows.append(sequence)
                 row_indices.append(len(ids) - 1)
+                for token in drafts.get(sequence, ()):
+                    row_indices.append(len(ids))
+                    ids.append(token)
             if sequence.blocks > widest:
                 widest = sequence.blocks
         columns = -(-widest // COLUMNS) * COLUMNS
@@ -340,7 +412,7 @@ class Scheduler:
         positions = np.arange(len(ids), dtype=np.int64)
         positions += np.repeat(past - starts[:-1], lengths)
         step = Step(np.array(ids), positions, starts, past, table, np.array(row_indices, np.int64))
-        return Plan(step, counts, rows)
+        return Plan(step, counts, rows, drafts)
 
 
 def _demand(sequence: Sequence) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from enum import Enum
+from typing import Any
 
 from .step import BLOCK_TOKENS
 
@@ -33,6 +34,8 @@ class Sequence:
         hashes: Hashes of the first full blocks, chained.
         cached: Tokens that came from the prefix cache when the sequence first ran.
         preemptions: How often the sequence lost its blocks.
+        limit: The most tokens of prompt and answer.
+        drafting: What a drafter keeps about the sequence.
     """
 
     __slots__ = (
@@ -40,7 +43,9 @@ class Sequence:
         "cached",
         "client",
         "computed",
+        "drafting",
         "hashes",
+        "limit",
         "preemptions",
         "priority",
         "salt",
@@ -54,6 +59,7 @@ class Sequence:
     def __init__(
         self,
         prompt: tuple[int, ...] | array[int],
+        limit: int,
         priority: int = 0,
         client: str = "",
         user: str = "",
@@ -70,6 +76,8 @@ class Sequence:
         self.hashes: list[bytes] = []
         self.cached = 0
         self.preemptions = 0
+        self.limit = limit
+        self.drafting: Any = None
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -68,6 +68,8 @@ class Stats:
         computed_tokens: Tokens that the model computed, recomputed ones included.
         prompt_tokens: Tokens of the prompts of sequences that got a first token.
         generated_tokens: Tokens of answers.
+        drafted_tokens: Tokens that were computed as a guess of an answer's next tokens.
+        accepted_tokens: Drafted tokens that were right, so that they became tokens of answers.
         finished: Sequences by their finish reason.
         rejected_requests: Requests that found the queue full.
         time_to_first_token: Seconds from `submit` to a sequence's first token.
@@ -88,6 +90,8 @@ class Stats:
     computed_tokens: int
     prompt_tokens: int
     generated_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
     finished: dict[str, int]
     rejected_requests: int
     time_to_first_token: HistogramData
@@ -101,6 +105,7 @@ class Counters:
 
     def __init__(self) -> None:
         self.steps = self.computed_tokens = self.prompt_tokens = self.generated_tokens = self.rejected = 0
+        self.drafted_tokens = self.accepted_tokens = 0
         # All reasons from the beginning, so that a copy never meets a dictionary that grows.
         self.finished = dict.fromkeys(("stop", "length", "cancelled", "deadline", "error"), 0)
         self.time_to_first_token = Histogram()

@@ -30,6 +30,8 @@ _COUNTERS = {
     "computed_tokens": "Tokens that the model computed, recomputed ones included.",
     "prompt_tokens": "Tokens of the prompts of sequences that got a first token.",
     "generated_tokens": "Tokens of answers.",
+    "drafted_tokens": "Tokens that were computed as a guess of an answer's next tokens.",
+    "accepted_tokens": "Drafted tokens that were right.",
     "rejected_requests": "Requests that found the queue full.",
 }
 _HISTOGRAMS = {
