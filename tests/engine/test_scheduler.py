@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ortolan.engine import BLOCK_TOKENS, Request, SamplingOptions
+from ortolan.engine.drafts import Drafter, LookupDrafter
 from ortolan.engine.sequence import Sequence
+from ortolan.engine.speculation import Speculation
 from ortolan.errors import ArgumentError
 
 from ..sampling import examples
+from .chain_drafter import ChainDrafter
 from .simulation import Simulation
 from .small_model import VOCABULARY, answer
 
@@ -27,7 +31,7 @@ def request(prompt: tuple[int, ...], max_tokens: int = 5, **options: object) -> 
 
 def check_answers(simulation: Simulation, sequences: list[Sequence]) -> None:
     for sequence in sequences:
-        assert simulation.answer(sequence) == answer(simulation.rows[sequence][0])
+        assert simulation.answer(sequence) == answer(simulation.rows[sequence][0], repeats=simulation.repeats)
 
 
 def test_one_sequence_is_computed_in_chunks_that_end_at_blocks() -> None:
@@ -253,10 +257,27 @@ EVENTS = st.lists(st.one_of(st.integers(1, 6), REQUESTS, st.just("cancel")), min
 
 
 @examples(120)
-@given(EVENTS, st.integers(9, 40), st.sampled_from((16, 17, 40, 100)), st.integers(1, 8), st.randoms())
-def test_any_arrivals(events: list[object], blocks: int, budget: int, most: int, chance: random.Random) -> None:
+@given(
+    EVENTS,
+    st.integers(9, 40),
+    st.sampled_from((16, 17, 40, 100)),
+    st.integers(1, 8),
+    st.sampled_from((None, LookupDrafter, ChainDrafter)),
+    st.booleans(),
+    st.randoms(),
+)
+def test_any_arrivals(
+    events: list[object],
+    blocks: int,
+    budget: int,
+    most: int,
+    drafter: Callable[[], Drafter] | None,
+    repeats: bool,
+    chance: random.Random,
+) -> None:
     """Answers equal those of each request alone; the checks of the simulation hold in each step; all requests end."""
-    simulation = Simulation(blocks, budget, most)
+    speculation = None if drafter is None else Speculation(drafter())
+    simulation = Simulation(blocks, budget, most, speculation, repeats)
     cancelled: set[Sequence] = set()
     work = 0
     for event in events:
@@ -275,7 +296,7 @@ def test_any_arrivals(events: list[object], blocks: int, budget: int, most: int,
     # Each step computes at least one token of the sequence that is first in rank, and that one keeps its blocks.
     simulation.run(most_steps=work + 1)
     for sequence, (one, row) in simulation.rows.items():
-        expected = answer(one)
+        expected = answer(one, repeats=repeats)
         assert row.answer == (expected[: len(row.answer)] if sequence in cancelled else expected)
 
 
@@ -294,9 +315,11 @@ def test_nobody_waits_for_those_who_came_later(sizes: list[tuple[int, int]], blo
         assert simulation.ended[sequence] - simulation.submitted[sequence] <= earlier
 
 
-def test_thousands_of_arrivals() -> None:
+@pytest.mark.parametrize("drafter", [None, LookupDrafter, ChainDrafter])
+def test_thousands_of_arrivals(drafter: Callable[[], Drafter] | None) -> None:
     chance = random.Random(0)
-    simulation = Simulation(blocks=16, budget=48, sequences=8)
+    speculation = None if drafter is None else Speculation(drafter())
+    simulation = Simulation(16, 48, 8, speculation, repeats=drafter is not None)
     sequences: list[Sequence] = []
     while len(sequences) < 1000:
         for _ in range(chance.choice((0, 0, 1, 2))):
@@ -308,4 +331,5 @@ def test_thousands_of_arrivals() -> None:
         simulation.step()
     simulation.run()
     assert simulation.scheduler.preemptions > 100 and simulation.scheduler.prefix_hits > 5_000
+    assert drafter is None or 1000 < simulation.accepted < simulation.drafted
     check_answers(simulation, sequences)
