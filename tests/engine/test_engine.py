@@ -64,7 +64,7 @@ def model() -> SmallModel:
 
 @pytest.fixture
 def engine(model: SmallModel) -> Iterator[Engine]:
-    with Engine(model, sampler=SmallSampler(), max_sequences=8, max_step_tokens=64) as engine:
+    with Engine(model, sampler=SmallSampler(), max_sequences=8, max_step_tokens=64, speculation=None) as engine:
         yield engine
 
 
@@ -524,9 +524,10 @@ def test_memory_of_ended_requests_with_late_deadlines_is_given_back(engine: Engi
     assert len(engine._deadlines) <= 70
 
 
-def test_two_thousand_requests_get_the_answers_that_each_gets_alone() -> None:
+@pytest.mark.parametrize("repeats", [False, True])
+def test_two_thousand_requests_get_the_answers_that_each_gets_alone(repeats: bool) -> None:
     """Random arrivals in several threads, with preemption, cancellation, shared prefixes, seeds, and few blocks."""
-    model = SmallModel(blocks=24, context=300)
+    model = SmallModel(blocks=24, context=300, repeats=repeats)
     results: list[tuple[Request, dict[int, list[Output]], bool]] = []
     lock = threading.Lock()
 
@@ -576,7 +577,7 @@ def test_two_thousand_requests_get_the_answers_that_each_gets_alone() -> None:
     for request, found, is_cancelled in results:
         for index, outputs in found.items():
             reasons[outputs[-1].finish_reason] += 1
-            expected = answer(request, 300, index, request.sampling.seed or 0)
+            expected = answer(request, 300, index, request.sampling.seed or 0, repeats=repeats)
             got = answer_tokens(outputs)
             if outputs[-1].finish_reason == "cancelled":
                 assert is_cancelled and got == expected[: len(got)]

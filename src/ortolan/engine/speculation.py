@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
@@ -13,62 +14,60 @@ MOST_DRAFTED = 15  # tokens of a draft, so that the last token and the draft fil
 _LEAST_GAIN = 1.02  # the expected gain of a step with drafts, because estimates err
 _GROWTH = 0.25  # until they are measured, steps of n times the tokens take n ** _GROWTH times as long
 _STALE_STEPS = 256  # after that many steps, a measurement is made again if drafts may gain
-_SCALE_RATE = 0.5  # of the scale, which follows the lengths of the sequences and other load of the machine
-_UP_RATE, _DOWN_RATE = 0.05, 0.3  # of relative costs; most errors of a measurement make it too long
+_MOST_ERROR = 2.0  # a longer step is counted as this much longer than expected: other load of the machine
+_SCALE_RATE, _LEAST_RATE = 0.5, 0.1  # of learning the scale and relative costs
 
 
 class StepCosts:
-    """What steps of decoding cost by their number of tokens, relative to each other, learned from each step."""
+    """What steps of decoding cost by their number of tokens, relative to each other, learned from each step.
 
-    def __init__(self, most: int = MOST_ROWS) -> None:
-        """Create costs of steps of up to this number of tokens."""
-        self._relative: list[float | None] = [None] * (most + 1)
-        self._measured = [0] * (most + 1)  # the number of the step
+    A common scale follows the lengths of the sequences and other load of the machine. Relative costs change only when a
+    step has another number of tokens than the step before it, so that the two are measured under equal conditions.
+    """
+
+    def __init__(self) -> None:
+        self._relative = [0.0] * (MOST_ROWS + 1)
+        self._counts = [0] * (MOST_ROWS + 1)  # of measurements
+        self._latest = [0] * (MOST_ROWS + 1)  # the number of the last step that was measured
         self._scale = 0.0  # seconds
-        self._steps = 0
+        self._steps = self._last = 0
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Learn from a step."""
+        """Learn from a step of up to MOST_ROWS tokens."""
         self._steps += 1
-        if seconds <= 0:
-            return
+        known = self.table(tokens, tokens)[0]
         if not self._scale:
-            self._scale = seconds / self._guess(tokens)
-        known = self._relative[tokens]
-        if known is None or self._is_stale(tokens):
-            self._relative[tokens] = seconds / self._scale
-        else:
-            error = min(max(seconds / (self._scale * known), 0.5), 2.0)
-            self._scale *= error**_SCALE_RATE
-            self._relative[tokens] = known * error ** (_UP_RATE if error > 1 else _DOWN_RATE)
-        self._measured[tokens] = self._steps
+            self._scale = seconds / known
+        error = min(max(seconds / (self._scale * known), 1 / _MOST_ERROR), _MOST_ERROR)
+        if tokens != self._last:
+            count = 1 + (self._counts[tokens] if self._is_fresh(tokens) else 0)
+            change = error ** max(1 / (count + 1), _LEAST_RATE)
+            self._relative[tokens] = known * change
+            self._counts[tokens] = count
+            error /= change
+        self._scale *= error**_SCALE_RATE
+        self._latest[tokens] = self._steps
+        self._last = tokens
 
     def table(self, first: int, last: int) -> list[float]:
         """Return the relative costs of steps of `first` to `last` tokens."""
-        known = [(n, cost) for n, cost in enumerate(self._relative) if cost is not None and not self._is_stale(n)]
-        if not known:
-            return [self._guess(n) for n in range(first, last + 1)]
-        result = []
-        at = 0
-        for n in range(first, last + 1):
-            while at < len(known) and known[at][0] < n:
-                at += 1
-            if at == 0:
-                (above, cost) = known[0]
-                result.append(cost * (n / above) ** _GROWTH)
-            elif at == len(known):
-                (below, cost) = known[-1]
-                result.append(cost * (n / below) ** _GROWTH)
-            else:
-                (below, low), (above, high) = known[at - 1], known[at]
-                result.append(low + (high - low) * (n - below) / (above - below))
-        return result
+        known = [n for n in range(1, MOST_ROWS + 1) if self._is_fresh(n)]
+        return [self._cost(n, known) for n in range(first, last + 1)]
 
-    def _guess(self, tokens: int) -> float:
-        return tokens**_GROWTH
+    def _cost(self, tokens: int, known: list[int]) -> float:
+        """Return the cost of a step, from the nearest numbers of tokens that were measured."""
+        cost, place = self._relative, bisect_left(known, tokens)
+        below, above = known[:place][-1:], known[place : place + 1]
+        if above == [tokens]:
+            return cost[tokens]
+        if below and above:
+            low, high = cost[below[0]], cost[above[0]]
+            return low + (high - low) * (tokens - below[0]) / (above[0] - below[0])
+        (nearest,) = below or above or [0]
+        return cost[nearest] * (tokens / nearest) ** _GROWTH if nearest else tokens**_GROWTH
 
-    def _is_stale(self, tokens: int) -> bool:
-        return self._steps - self._measured[tokens] > _STALE_STEPS
+    def _is_fresh(self, tokens: int) -> bool:
+        return self._counts[tokens] > 0 and self._steps - self._latest[tokens] <= _STALE_STEPS
 
 
 class Speculation:
