@@ -5,8 +5,8 @@ python -m ortolan.benchmarks.same_answers FOLDER [--requests 2000] [--threads 2]
 
 FOLDER has a decoder in the form for serving. Requests with random prompts (some share a prefix), options, seeds and
 priorities arrive at random times from several threads, some are cancelled, and the pools are so small that sequences
-are preempted. Then each request runs alone, with an empty cache. Tokens, and log probabilities bit by bit, must be
-equal. Prints the counts, and exits with 1 if an answer differs, or if 2000 or more requests had no preemptions or no
+are preempted. Then each request runs alone, with an empty cache and without speculation. Tokens, and log probabilities
+bit by bit, must be equal. Prints the counts, and exits with 1 if an answer differs, or if 2000 or more requests had no preemptions or no
 tokens from the prefix cache, so that too little was checked.
 """
 
@@ -48,6 +48,7 @@ class Result:
         different: Indices of requests with another answer than alone.
         preemptions: Sequences that lost their blocks and were computed again.
         shared_tokens: Tokens of prompts that came from the prefix cache.
+        accepted_tokens: Tokens of answers that were drafted.
     """
 
     compared: int
@@ -55,6 +56,7 @@ class Result:
     different: list[int]
     preemptions: int
     shared_tokens: int
+    accepted_tokens: int
 
 
 def make_requests(count: int, vocabulary: int, seed: int) -> list[Request]:
@@ -130,12 +132,19 @@ def check(
         stats = engine.stats()
     different = []
     for index, request in enumerate(requests):
-        with Engine(model) as engine:
+        with Engine(model, speculation=None) as engine:
             alone = run(engine, request)
         cut = [(one[0][: len(two[0])], one[1][: len(two[1])]) for one, two in zip(alone, answers[index], strict=True)]
         if answers[index] != (cut if cancelled[index] else alone):
             different.append(index)
-    return Result(len(requests), sum(cancelled), different, stats.preemptions, stats.prefix_hit_tokens)
+    return Result(
+        len(requests),
+        sum(cancelled),
+        different,
+        stats.preemptions,
+        stats.prefix_hit_tokens,
+        stats.accepted_tokens,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -151,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = check(arguments.folder, arguments.requests, arguments.threads, arguments.seed, arguments.cache_type)
     print(
         f"{result.compared} requests, {result.cancelled} of them cancelled; {result.preemptions} preemptions, "
-        f"{result.shared_tokens} tokens from the prefix cache; {time.monotonic() - began:.0f} s"
+        f"{result.shared_tokens} tokens from the prefix cache, {result.accepted_tokens} drafted; {time.monotonic() - began:.0f} s"
     )
     if result.different:
         print(f"{len(result.different)} answers differ from those of the request alone, such as {result.different[:5]}")

@@ -1,18 +1,18 @@
 """Measure speculative decoding on a real model: speed with and without it, and that the tokens are the same.
 
-python -m ortolan.benchmarks.speculation FOLDER [--requests 1 4 16] [--tokens 128] [--rounds 3] [--threads 2] [--json]
+python -m ortolan.benchmarks.speculation FOLDER [--requests 1 4 16] [--tokens 128] [--rounds 5] [--threads 2] [--texts copy edit story]
+    [--json]
 
 FOLDER has a decoder in the form for serving, with its tokenizer. Two engines, with and without speculation, answer the
 same requests in turns: "copy" and "edit" lead to answers that repeat most of their prompt, "story" to other text, with
-temperature 0.8. Prompts are in the prefix cache, so that the times are those of answers. Prints answer tokens a second,
-the median ratio of all rounds, and how many drafted tokens were right. Exits with 1 if a token differs.
+temperature 0.8. Prompts are in the prefix cache, so that the times are those of answers. Prints answer tokens a second
+in the fastest round, their ratio, and how many drafted tokens were right. Exits with 1 if a token differs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -43,8 +43,9 @@ _CODE = """def summary_{number}(orders, limit):
     return sorted(found, key=totals.get, reverse=True)
 """
 _TEXTS = {
-    "copy": f"This is a record.\n\n{_RECORD}\nThis is the same record again.\n\n",
-    "edit": f"The code before:\n```python\n{_CODE}```\nThe code after `totals` was renamed to `sums`:\n```python\n",
+    "copy": f"This is a record.\n\n{_RECORD}\nThis is the same record again.\n\nname: {{name}}\nborn:",
+    "edit": f"The code before:\n```python\n{_CODE}```\nThe code after `totals` was renamed to `sums`:\n```python\n"
+    "def summary_{number}(orders, limit):",
     "story": "This is a story about {name}, who found {number} letters on the day when the harbour froze over.",
 }
 _NAMES = ("Ann Harper", "Tom Brill", "Ida Moss", "Karl Voss", "Mary Quill", "Peter Dunn", "Ruth Lane", "Otto Behr")
@@ -57,9 +58,9 @@ class Row:
     Attributes:
         text: The kind.
         requests: Requests at a time.
-        plain: Tokens a second without speculation, the median round.
-        speculative: Tokens a second with speculation, the median round.
-        ratio: The median of speculative / plain in each round.
+        plain: Tokens a second without speculation.
+        speculative: Tokens a second with speculation.
+        ratio: speculative / plain.
         drafted: The drafted tokens for each token of the answers.
         accepted: The fraction of drafted tokens that were right.
         equal: True if all tokens were the same in all rounds.
@@ -110,17 +111,19 @@ def compare(plain: Engine, speculative: Engine, text: str, requests: Sequence[Re
     return Row(
         text,
         len(requests),
-        count / statistics.median(seconds[plain]),
-        count / statistics.median(seconds[speculative]),
-        statistics.median(one / other for one, other in zip(seconds[plain], seconds[speculative], strict=True)),
+        count / min(seconds[plain]),
+        count / min(seconds[speculative]),
+        min(seconds[plain]) / min(seconds[speculative]),
         drafted / (rounds * count),
         (after.accepted_tokens - before.accepted_tokens) / drafted if drafted else 0.0,
         equal,
     )
 
 
-def measure(folder: Path, counts: Sequence[int], tokens: int, rounds: int, threads: int) -> list[Row]:
-    """Return the rows of all kinds of text and numbers of requests."""
+def measure(
+    folder: Path, texts: Sequence[str], counts: Sequence[int], tokens: int, rounds: int, threads: int
+) -> list[Row]:
+    """Return a row for each kind of text and number of requests."""
     encode = load_tokenizer(folder).encode
     block = PagedModel.open(folder, threads=1).block_bytes
     cache = block * -(-max(counts) * (_MOST_PROMPT + tokens) // BLOCK_TOKENS)
@@ -128,7 +131,7 @@ def measure(folder: Path, counts: Sequence[int], tokens: int, rounds: int, threa
     with Engine(models[0], speculation=None) as plain, Engine(models[1], speculation="lookup") as speculative:
         return [
             compare(plain, speculative, text, make_requests(text, count, tokens, encode), rounds)
-            for text in _TEXTS
+            for text in texts
             for count in counts
         ]
 
@@ -137,13 +140,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a folder with a decoder in the form for serving")
+    parser.add_argument("--texts", nargs="+", choices=_TEXTS, default=list(_TEXTS), help="kinds of text")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16], help="requests at a time")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each answer")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2, help="threads of ONNX Runtime")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
-    rows = measure(options.folder, options.requests, options.tokens, options.rounds, options.threads)
+    sizes = options.requests, options.tokens, options.rounds, options.threads
+    rows = measure(options.folder, options.texts, *sizes)
     if options.json:
         print(json.dumps([asdict(row) for row in rows]))
     else:

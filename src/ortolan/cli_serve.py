@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
     from .server.model_folder import ModelFolder
 else:
     _CacheType = str  # `check_engine_options` checks the value
+
+
+class Drafts(StrEnum):
+    """Where drafts of the next tokens come from."""
+
+    LOOKUP = "lookup"
+    OFF = "off"
+
 
 Folder = Annotated[
     Path,
@@ -53,6 +62,13 @@ CacheType = Annotated[
         metavar="TYPE",
         help="Keys and values in the KV cache: bfloat16, or int8, which takes about half the memory and changes "
         "answers slightly.",
+    ),
+]
+Speculate = Annotated[
+    Drafts,
+    typer.Option(
+        help="Draft what followed the same tokens earlier in prompt and answer, and compute several tokens at once where "
+        "that is faster. Answers are the same either way.",
     ),
 ]
 MaxTokens = Annotated[
@@ -143,6 +159,7 @@ def serve(
     max_step_tokens: Annotated[
         int, typer.Option(min=1, help="The most tokens of a step. Fewer: shorter pauses; more: faster prompts.")
     ] = 512,
+    speculate: Speculate = Drafts.LOOKUP,
     max_seconds: Annotated[
         float, typer.Option(min=0.001, help="The longest time of a request, waiting included.")
     ] = 600,
@@ -166,6 +183,7 @@ def serve(
         max_step_tokens=max_step_tokens,
         max_sequences=max_sequences,
         max_queue=max_queue,
+        speculate=speculate.value,
         encoder=encoder,
         tool_calls=tool_calls,
         chat_template=chat_template,
@@ -191,13 +209,14 @@ def chat(
     context: Context = None,
     cache_memory: CacheMemory = None,
     cache_type: CacheType = "bfloat16",
+    speculate: Speculate = Drafts.LOOKUP,
     chat_template: ChatTemplate = None,
 ) -> None:
     """Talk with a model in the terminal. /new begins again, /exit ends; Ctrl-C stops an answer."""
     from .conversation import Conversation
 
     options = _options(max_tokens, temperature, top_p, seed)
-    with _engine(folder, threads, context, cache_memory, cache_type, chat_template) as (engine, read):
+    with _engine(folder, threads, context, cache_memory, cache_type, speculate, chat_template) as (engine, read):
         first = [] if system is None else [{"role": "system", "content": system}]
         talk = Conversation(engine, read, options, list(first))
         _keep_history()
@@ -235,6 +254,7 @@ def generate(
     context: Context = None,
     cache_memory: CacheMemory = None,
     cache_type: CacheType = "bfloat16",
+    speculate: Speculate = Drafts.LOOKUP,
     chat_template: ChatTemplate = None,
 ) -> None:
     """Write one answer to a prompt: as a chat if the model has a chat template, else its continuation."""
@@ -242,7 +262,7 @@ def generate(
 
     text = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
     options = _options(max_tokens, temperature, top_p, seed)
-    with _engine(folder, threads, context, cache_memory, cache_type, chat_template) as (engine, read):
+    with _engine(folder, threads, context, cache_memory, cache_type, speculate, chat_template) as (engine, read):
         for piece in complete(engine, read, text, options):
             typer.echo(piece, nl=False)
         typer.echo()
@@ -263,6 +283,7 @@ def _engine(
     context: int | None,
     cache_memory: str | None,
     cache_type: _CacheType,
+    speculate: Drafts,
     chat_template: Path | None,
 ) -> Iterator[tuple[Engine, ModelFolder]]:
     from .server.run import ServeOptions, open_engine, prepare_decoder
@@ -274,6 +295,7 @@ def _engine(
         cache_bytes=read_bytes(cache_memory),
         cache_type=cache_type,
         max_sequences=1,
+        speculate=speculate.value,
         chat_template=chat_template,
     )
     check_engine_options(folder, options)

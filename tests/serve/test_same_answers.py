@@ -29,7 +29,7 @@ def test_answers_depend_on_their_request_alone(tmp_path: Path, form: str, weight
     result = check(tmp_path / "serving.onnx", count=150, threads=2, seed=1, cache_type=cache_type)
     assert result.different == []
     assert result.compared == 150 and result.cancelled > 5
-    assert result.preemptions > 5 and result.shared_tokens > 500
+    assert result.preemptions > 5 and result.shared_tokens > 500 and result.accepted_tokens > 0
 
 
 def test_its_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,11 +42,11 @@ def test_its_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("result", "status", "message"),
     [
-        (Result(2000, 200, [], 5, 700), 0, "every answer equals"),
-        (Result(2000, 200, [3], 5, 700), 1, "1 answers differ"),
-        (Result(2000, 200, [], 0, 700), 1, "too little was checked"),
-        (Result(2000, 200, [], 5, 0), 1, "too little was checked"),
-        (Result(8, 0, [], 0, 0), 0, "every answer equals"),
+        (Result(2000, 200, [], 5, 700, 9), 0, "every answer equals"),
+        (Result(2000, 200, [3], 5, 700, 9), 1, "1 answers differ"),
+        (Result(2000, 200, [], 0, 700, 9), 1, "too little was checked"),
+        (Result(2000, 200, [], 5, 0, 9), 1, "too little was checked"),
+        (Result(8, 0, [], 0, 0, 9), 0, "every answer equals"),
     ],
 )
 def test_its_status(

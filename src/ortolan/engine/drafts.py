@@ -14,7 +14,9 @@ _MOST_MATCH = 32  # longer matches count as this long
 # Matches of these lengths and more have a chance of their own. At first, it is that of texts which repeat little.
 _CLASSES = ((2, 0.3), (3, 0.4), (4, 0.5), (6, 0.6), (9, 0.7), (16, 0.8))
 _CLASS_OF = tuple(sum(length >= least for least, _ in _CLASSES) - 1 for length in range(_MOST_MATCH + 1))
-_OWN_RATE, _COMMON_RATE = 1 / 8, 1 / 64  # of learning the chances of one sequence, and those that new sequences get
+_PRIOR = 2  # what the chances that a sequence begins with count, in guesses
+_LEAST_RATE = 1 / 8  # of learning from the guesses of a sequence
+_FIRST, _COMMON_RATE = 8, 1 / 32  # new sequences begin with the chances of these first guesses of others
 _LEAST_CHANCE = 0.02  # a draft ends before its tokens become less likely
 
 
@@ -79,34 +81,41 @@ class _History:
         match: The place of the token that should come next; 0: there is no guess.
         length: The number of equal tokens before that place and before the end.
         chances: For each class of lengths, how often the guess was right of late.
+        counts: The guesses of each class that were compared with their token.
         table: For a hash of an n-gram, the place after its latest occurrence. Other n-grams may have the same hash.
     """
 
-    __slots__ = ("chances", "length", "match", "seen", "table")
+    __slots__ = ("chances", "counts", "length", "match", "seen", "table")
 
     def __init__(self, chances: list[float]) -> None:
         self.seen = self.match = self.length = 0
         self.chances = chances.copy()
+        self.counts = [0] * len(chances)
         self.table = array("i")
 
     def read(self, tokens: array[int], common: list[float]) -> None:
-        """Read the tokens since the last call. common: chances that are updated too."""
+        """Read the tokens since the last call. common: the chances of new sequences, which are updated too."""
         if 4 * len(tokens) > len(self.table):
             self._grow(tokens)
-        chances = self.chances
-        is_first = self.seen == 0  # a prompt tells little about its answer's chances
+        is_prompt = self.seen == 0  # it tells little about the chances of its answer
         for place in range(self.seen, len(tokens)):
             match = self.match
             if match:
                 is_right = tokens[match] == tokens[place]
-                if not is_first:
-                    kind = _CLASS_OF[self.length]
-                    chances[kind] += (is_right - chances[kind]) * _OWN_RATE
-                    common[kind] += (is_right - common[kind]) * _COMMON_RATE
+                if not is_prompt:
+                    self._learn(is_right, common)
                 self.match = match + 1 if is_right else 0
                 self.length = min(self.length + 1, _MOST_MATCH)
             self._add(tokens, place + 1)
         self.seen = len(tokens)
+
+    def _learn(self, is_right: bool, common: list[float]) -> None:
+        kind = _CLASS_OF[self.length]
+        self.counts[kind] = count = self.counts[kind] + 1
+        rate = max(1 / (_PRIOR + count), _LEAST_RATE)
+        self.chances[kind] += (is_right - self.chances[kind]) * rate
+        if count <= _FIRST:
+            common[kind] += (is_right - common[kind]) * _COMMON_RATE
 
     def draft(self, tokens: array[int], most: int) -> Draft:
         """Return a draft of at most this number of tokens. It may run past the end and repeat itself."""

@@ -35,7 +35,7 @@ class StepCosts:
     def observe(self, tokens: int, seconds: float) -> None:
         """Learn from a step of up to MOST_ROWS tokens."""
         self._steps += 1
-        known = self.table(tokens, tokens)[0]
+        known = self._relative[tokens] if self._is_fresh(tokens) else self.table(tokens, tokens)[0]
         if not self._scale:
             self._scale = seconds / known
         error = min(max(seconds / (self._scale * known), 1 / _MOST_ERROR), _MOST_ERROR)

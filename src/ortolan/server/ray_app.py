@@ -16,7 +16,7 @@ import os
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import OrtolanError
 from .errors import ApiError, error_body
@@ -91,6 +91,7 @@ class RayConfig(BaseModel):
     cache_type: CacheType = "bfloat16"
     max_step_tokens: PositiveInt = 512
     max_sequences: PositiveInt = 64
+    speculate: Literal["lookup", "off"] = "lookup"
     max_seconds: float = 600
     max_queued: PositiveInt = 1000
     encoder: str | None = None
@@ -109,6 +110,7 @@ class RayConfig(BaseModel):
             cache_type=self.cache_type,
             max_step_tokens=self.max_step_tokens,
             max_sequences=self.max_sequences,
+            speculate=self.speculate,
             encoder=None if self.encoder is None else Path(self.encoder),
             tool_calls=self.tool_calls,
             chat_template=None if self.chat_template is None else Path(self.chat_template),

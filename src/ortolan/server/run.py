@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ..cache_folder import default_cache_dir
 from ..errors import OrtolanError
@@ -44,6 +44,7 @@ class ServeOptions:
         max_step_tokens: The most tokens of a call of the model, see `Engine`.
         max_sequences: The most sequences that run at the same time.
         max_queue: The most sequences that wait; more get 429.
+        speculate: "lookup": draft tokens from what followed the same tokens earlier, see `Engine`; "off": do not.
         encoder: An embedding model or a reranker that is served too.
         tool_calls: The form of tool calls, if the chat template does not tell: hermes, qwen3_coder, mistral or llama.
         chat_template: A Jinja file that replaces the model's chat template.
@@ -64,6 +65,7 @@ class ServeOptions:
     max_step_tokens: int = 512
     max_sequences: int = 64
     max_queue: int = 1024
+    speculate: Literal["lookup", "off"] = "lookup"
     encoder: Path | None = None
     tool_calls: str | None = None
     chat_template: Path | None = None
@@ -253,6 +255,7 @@ def open_engine(
         max_step_tokens=options.max_step_tokens,
         max_sequences=options.max_sequences,
         max_queue=options.max_queue,
+        speculation=None if options.speculate == "off" else options.speculate,
     ) as engine:
         yield engine, read
 
