@@ -31,7 +31,7 @@ def check_step(scheduler: Scheduler, plan: Plan, budget: int) -> None:
         draft = list(plan.drafts.get(sequence, ()))
         start, end = step.sequence_starts[row : row + 2].tolist()
         expected = list(sequence.tokens[sequence.computed :][: count - len(draft)]) + draft
-        assert step.input_ids[start:end].tolist() == expected and sequence.computed + count <= sequence.limit
+        assert step.input_ids[start:end].tolist() == expected and sequence.computed + count < sequence.limit
         blocks = scheduler.blocks(sequence)
         first, last = sequence.computed // BLOCK_TOKENS, (sequence.computed + count - 1) // BLOCK_TOKENS
         assert step.block_table[row, : last + 1].tolist() == blocks[: last + 1]

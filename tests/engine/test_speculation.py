@@ -113,7 +113,7 @@ def test_all_events_are_those_without_drafts(drafter: type[Drafter], blocks: int
         counts = engine.stats()
     assert found == expected
     assert 200 < counts.accepted_tokens < counts.drafted_tokens and counts.steps < counts.computed_tokens
-    assert (counts.preemptions > 10) == (blocks == 20)
+    assert counts.preemptions > 0 or blocks == 300
     reasons = [outputs[-1][3] for one in expected for outputs in one.values()]
     assert {"stop", "length"} == set(reasons)
 
