@@ -6,8 +6,8 @@ python -m ortolan.benchmarks.same_answers FOLDER [--requests 2000] [--threads 2]
 FOLDER has a decoder in the form for serving. Requests with random prompts (some share a prefix), options, seeds and
 priorities arrive at random times from several threads, some are cancelled, and the pools are so small that sequences
 are preempted. Then each request runs alone, with an empty cache and without speculation. Tokens, and log probabilities
-bit by bit, must be equal. Prints the counts, and exits with 1 if an answer differs, or if 2000 or more requests had no preemptions or no
-tokens from the prefix cache, so that too little was checked.
+bit by bit, must be equal. Prints the counts, and exits with 1 if an answer differs, or if 2000 or more requests had no
+preemptions or no tokens from the prefix cache, so that too little was checked.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = check(arguments.folder, arguments.requests, arguments.threads, arguments.seed, arguments.cache_type)
     print(
         f"{result.compared} requests, {result.cancelled} of them cancelled; {result.preemptions} preemptions, "
-        f"{result.shared_tokens} tokens from the prefix cache, {result.accepted_tokens} drafted; {time.monotonic() - began:.0f} s"
+        f"{result.shared_tokens} tokens from the prefix cache, {result.accepted_tokens} drafted; "
+        f"{time.monotonic() - began:.0f} s"
     )
     if result.different:
         print(f"{len(result.different)} answers differ from those of the request alone, such as {result.different[:5]}")

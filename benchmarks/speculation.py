@@ -1,7 +1,7 @@
 """Measure speculative decoding on a real model: speed with and without it, and that the tokens are the same.
 
-python -m ortolan.benchmarks.speculation FOLDER [--requests 1 4 16] [--tokens 128] [--rounds 5] [--threads 2] [--texts copy edit story]
-    [--json]
+python -m ortolan.benchmarks.speculation FOLDER [--texts copy edit story] [--requests 1 4 16] [--tokens 128]
+    [--rounds 5] [--threads 2] [--json]
 
 FOLDER has a decoder in the form for serving, with its tokenizer. Two engines, with and without speculation, answer the
 same requests in turns: "copy" and "edit" lead to answers that repeat most of their prompt, "story" to other text, with

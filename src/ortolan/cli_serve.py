@@ -23,7 +23,7 @@ else:
 
 
 class Drafts(StrEnum):
-    """Where drafts of the next tokens come from."""
+    """Sources of drafts of the next tokens."""
 
     LOOKUP = "lookup"
     OFF = "off"
@@ -67,8 +67,8 @@ CacheType = Annotated[
 Speculate = Annotated[
     Drafts,
     typer.Option(
-        help="Draft what followed the same tokens earlier in prompt and answer, and compute several tokens at once where "
-        "that is faster. Answers are the same either way.",
+        help="Draft what followed the same tokens earlier in prompt and answer, and compute several tokens at once "
+        "where that is faster. Answers are the same either way.",
     ),
 ]
 MaxTokens = Annotated[

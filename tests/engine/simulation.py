@@ -86,9 +86,7 @@ class Simulation:
         self.scheduler = Scheduler(self.blocks, context, self.budget, self.sequences, self.speculation)
 
     def add(self, request: Request) -> Sequence:
-        sequence = Sequence(
-            request.prompt, len(request.prompt) + request.max_tokens, request.priority, request.client
-        )
+        sequence = Sequence(request.prompt, len(request.prompt) + request.max_tokens, request.priority, request.client)
         self.rows[sequence] = request, RowState(request.sampling, request.prompt, [], 0, 0)
         self.submitted[sequence] = self.steps
         self.scheduler.add(sequence)

@@ -201,7 +201,7 @@ def test_drafts_take_nothing_from_prompts() -> None:
         simulation.step()
         computed.append(prompt.computed)
     assert computed == [48, 48]
-    assert simulation.drafted == 15  # what is left of the step
+    assert simulation.drafted == 15  # the rest of the step
 
 
 def test_an_answer_with_drafts_is_found_by_the_next_turn() -> None:
@@ -279,7 +279,8 @@ def test_rows_of_a_step_are_limited() -> None:
 def test_drafts_beside_prompts_cost_what_prompts_cost() -> None:
     speculation = Speculation(Fixed(0.5))
     speculation.costs = costs(10, 100)
-    assert chosen(speculation, [20], rows=1, tokens=500) == [7]  # 2 ** -7 tokens more for 1 / 500 of the time, and 2 without
+    # The seventh drafted token adds 2 ** -7 to 2 tokens, and 1 / 500 to the time.
+    assert chosen(speculation, [20], rows=1, tokens=500) == [7]
     assert chosen(speculation, [20], rows=1, tokens=4) == [1]
 
 
@@ -365,7 +366,8 @@ def test_lookup_learns_the_chances_of_each_sequence() -> None:
         draft = propose(drafter, sequence)
     assert draft.chances[0] < 0.6
     fresh = propose(drafter, Sequence((0, 1, 5, 0, 1), 99)).chances
-    assert before[0] < propose(drafter, Sequence(text + text[:20], 999)).chances[0]  # it begins with the others' chances
+    # New sequences begin with the chances of others.
+    assert before[0] < propose(drafter, Sequence(text + text[:20], 999)).chances[0]
     assert fresh[0] < 0.4
 
 

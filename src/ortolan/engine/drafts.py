@@ -74,7 +74,7 @@ class LookupDrafter:
 
 
 class _History:
-    """What the tokens of one sequence tell about the next ones.
+    """Guesses of the next tokens of one sequence from its earlier ones.
 
     Attributes:
         seen: The number of tokens that were read.

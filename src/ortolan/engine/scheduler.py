@@ -43,10 +43,10 @@ class Scheduler:
     """Continuous batching with chunked prefill, a prefix cache, and preemption by recomputation.
 
     A step first holds one token of each sequence whose prompt is computed, then chunks of prompts, then drafts, up to a
-    budget of tokens. A very long prompt leaves half of the budget to the sequences behind it. Full blocks are shared by their
-    hash. A sequence whose next block is being computed for another sequence in the same step waits for it. When blocks
-    run out, the sequence of the lowest priority that began last gives up its blocks; it is computed again later, with
-    what the prefix cache still holds.
+    budget of tokens. A very long prompt leaves half of the budget to the sequences behind it. Full blocks are shared by
+    their hash. A sequence whose next block is being computed for another sequence in the same step waits for it. When
+    blocks run out, the sequence of the lowest priority that began last gives up its blocks; it is computed again later,
+    with what the prefix cache still holds.
 
     No sequence starves among others of its priority: the oldest one can take the blocks of all others, and a
     sequence that does not fit keeps those behind it in the queue from starting.
@@ -75,7 +75,7 @@ class Scheduler:
             context: The most tokens of a sequence.
             max_step_tokens: The most tokens of a step.
             max_sequences: The most sequences that run at the same time.
-            speculation: Chooses drafts; None: there are none.
+            speculation: Chooses drafts; None: steps have no drafts.
         """
         if max_sequences < 1:
             raise ArgumentError(f"max_sequences is {max_sequences}, expected at least 1")

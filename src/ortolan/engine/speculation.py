@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
@@ -19,7 +20,7 @@ _SCALE_RATE, _LEAST_RATE = 0.5, 0.1  # of learning the scale and relative costs
 
 
 class StepCosts:
-    """What steps of decoding cost by their number of tokens, relative to each other, learned from each step.
+    """Relative costs of steps of decoding by their number of tokens, learned from each step.
 
     A common scale follows the lengths of the sequences and other load of the machine. Relative costs change only when a
     step has another number of tokens than the step before it, so that the two are measured under equal conditions.
@@ -63,8 +64,10 @@ class StepCosts:
         if below and above:
             low, high = cost[below[0]], cost[above[0]]
             return low + (high - low) * (tokens - below[0]) / (above[0] - below[0])
-        (nearest,) = below or above or [0]
-        return cost[nearest] * (tokens / nearest) ** _GROWTH if nearest else tokens**_GROWTH
+        if not below and not above:
+            return math.pow(tokens, _GROWTH)
+        (nearest,) = below or above
+        return cost[nearest] * math.pow(tokens / nearest, _GROWTH)
 
     def _is_fresh(self, tokens: int) -> bool:
         return self._counts[tokens] > 0 and self._steps - self._latest[tokens] <= _STALE_STEPS
