@@ -62,7 +62,7 @@ class _NullModel:
 
 
 class _NullSampler:
-    """Draws tokens that repeat after 128, so that the steps before have no drafts. Prompts have other pairs of tokens."""
+    """Draws tokens that repeat after 128, so that the first steps have no drafts."""
 
     def sample(self, logits: NDArray[np.float32], rows: Sequence[RowState]) -> list[Sampled]:
         return [Sampled((len(row.answer) + 1) * (len(row.answer) + 2) // 2 % 64 + 32) for row in rows]
