@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .drafts import Draft, Drafter
 from .engine import Engine
 from .requests import (
     EngineClosedError,
@@ -25,6 +26,8 @@ _LAZY = {"GrammarTokenizer": ".grammar", "TokenGrammar": ".grammar"}  # few prog
 
 __all__ = [
     "BLOCK_TOKENS",
+    "Draft",
+    "Drafter",
     "Engine",
     "EngineClosedError",
     "Grammar",
