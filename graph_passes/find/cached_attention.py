@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from .attention import Mask, NotAttention, found_in
 from .dimensions import Dimensions
+from .graph import window_of
 
 
 @dataclass(eq=False)
@@ -44,6 +45,7 @@ class CachedAttention:
     sin: ir.Value | None = None
     interleaved: bool = False
     products: list[ir.Node] = field(default_factory=list)
+    window: int = 0  # number of latest keys that a token sees, its own included; 0: all
 
     @property
     def names(self) -> list[str]:
@@ -53,4 +55,8 @@ class CachedAttention:
 
 def find_cached_attentions(graph: ir.Graph | Dimensions) -> list[CachedAttention | NotAttention]:
     """Return cached attention and similar subgraphs of one graph, in graph order, without If and Loop bodies."""
-    return found_in(graph, True, CachedAttention)
+    found = found_in(graph, True, CachedAttention)
+    for match in found:
+        if isinstance(match, CachedAttention):
+            match.window = window_of(match.node)
+    return found

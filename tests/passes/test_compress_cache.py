@@ -272,7 +272,7 @@ def hide_present(model: onnx.ModelProto) -> None:
 @pytest.mark.parametrize(
     ("change", "reason", "left"),
     [
-        (set_attribute("local_window_size", 64), "it has local_window_size 64", 2),
+        (set_attribute("local_window_size", "64"), "it has local_window_size '64'", 2),
         (set_attribute("softcap", -3.0), r"its scores are capped \(softcap\) at -3, expected", 2),
         (set_attribute("smooth_softmax", 1), "it has smooth_softmax 1", 2),
         (set_attribute("causal", 0), "it has causal 0", 2),

@@ -143,20 +143,43 @@ def test_dry_run(form: str) -> None:
     assert of_attention(report) == [BECAME.replace("became", "would become")]
 
 
-def window() -> onnx.ModelProto:
+def with_attribute(name: str, value: int, layers: range = range(LAYERS)) -> onnx.ModelProto:
     model = llama("gqa")
-    for node in model.graph.node:
-        if node.op_type == "GroupQueryAttention":
-            node.attribute.append(helper.make_attribute("local_window_size", 16))
+    nodes = [node for node in model.graph.node if node.op_type == "GroupQueryAttention"]
+    for layer in layers:
+        nodes[layer].attribute.append(helper.make_attribute(name, value))
     return model
+
+
+@pytest.mark.parametrize("window", [1, 6, 70, 200])
+@pytest.mark.parametrize("layers", [range(1), range(LAYERS)], ids=["one layer", "all layers"])
+def test_windows_become_masks(window: int, layers: range) -> None:
+    model = with_attribute("local_window_size", window, layers)
+    found, _ = fused(model)
+    assert op_types(found).count("NoMADAttention") == LAYERS
+    assert op_types(found).count("Range") == 2  # one mask for all layers
+    cuts = (70, 71, 72)
+    for mask in (None, unequal_mask("right")[:, :72]):
+        seen = 1 if mask is None else mask[:, :, None]
+        np.testing.assert_allclose(decode(found, cuts, mask) * seen, decode(model, cuts, mask) * seen, atol=2e-5)
+    feeds = prompt(model, tokens=20)
+    for one, other in zip(run(found, feeds, library=False), run(model, feeds), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+    ids = [1, 20, 30, 4, 4, 90]
+    expected = generate(session(model), ids, 30)
+    assert generate(Decoder(session(found), cache_length=64), ids, 30) == expected
 
 
 @pytest.mark.parametrize(
     ("model", "kind", "reason"),
     [
-        (window(), "GroupQueryAttention", "it has local_window_size 16, which NoMADAttention does not support"),
+        (
+            with_attribute("smooth_softmax", 1),
+            "GroupQueryAttention",
+            "it has smooth_softmax 1, which NoMADAttention does not support",
+        ),
     ],
-    ids=["window"],
+    ids=["smooth"],
 )
 def test_what_is_refused_stays_and_is_told_once(model: onnx.ModelProto, kind: str, reason: str) -> None:
     feeds = cached_graphs.feeds(model, 4, 3) if kind == "Softmax" else prompt(model)

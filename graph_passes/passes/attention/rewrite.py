@@ -197,6 +197,8 @@ class AttentionRewrite(RecipePass, Generic[Match]):
         assert graph is not None
         made: list[ir.Node] = []
         mask = masks.sum_of(match.node, match.masks, match.query, made)
+        if isinstance(match, CachedAttention):
+            mask = masks.within_window(match, mask, made)
         node = self.make_node(model, match, mask, made)
         assert (node.domain, node.op_type) == (ORTOLAN_DOMAIN, OP_TYPE)
         read = [value for old in match.nodes for value in old.inputs if value is not None]

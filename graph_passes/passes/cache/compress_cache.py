@@ -119,6 +119,8 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         )
         if compressed and (match.head_dim % CENTROIDS or match.head_dim > _MAX_HEAD_DIM):
             return f"its head size is {match.head_dim}, expected a multiple of 16 up to {_MAX_HEAD_DIM}"
+        if match.window and self.context.caches.prompt_ids is not None:
+            return f"its window of {match.window} tokens can hide a part of the prompt"
         if compressed and _is_in_branch(match):
             return "it is in a branch of an If, and the other branch has float caches"
         return None
@@ -451,7 +453,7 @@ def _find_uses(
         packed=packed,
         by_heads=common,
         mixed=frozenset.union(*layouts) - common,
-        mask=any(match.masks for match in chosen),
+        mask=any(match.masks or match.window for match in chosen),
         grouped=any(match.kv_heads != match.heads for match in chosen),
         causal=any(match.causal for match in chosen),
         zero_hidden_rows=any(match.zero_hidden_rows for match in chosen),
