@@ -21,7 +21,7 @@ from .catalog import MPNET, open_mpnet, safetensors_numpy
 from .fetch import Progress, fetch
 from .gguf import read_gguf, read_gguf_tokenizer
 from .gguf.side_files import config_fields
-from .llama import interleaved_to_half
+from .llama import reorder_heads, rows_to_halves
 from .manifest import ManifestError
 
 CHECKPOINTS = ("all-minilm-l6-v2", MPNET, "smollm2-135m-instruct")
@@ -80,11 +80,12 @@ def write_llama(gguf: Path, target: Path, special: Mapping[str, str]) -> None:
     """Write a GGUF file's model (in float32) and tokenizer to a folder. special: bos_token, eos_token and pad_token."""
     config, weights = read_gguf(gguf)
     tensors: dict[str, np.ndarray] = {}
+    order = rows_to_halves(config)
     for name in weights:
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             turned = name.endswith(("q_proj.weight", "k_proj.weight"))
             weight = weights[name]
-            tensors[name] = np.ascontiguousarray(interleaved_to_half(weight, config.head_size) if turned else weight)
+            tensors[name] = np.ascontiguousarray(reorder_heads(weight, order) if turned else weight)
     safetensors_numpy().save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     tokenizer = read_gguf_tokenizer(gguf)
     tokenizer.save(str(target / "tokenizer.json"))

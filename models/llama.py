@@ -37,8 +37,8 @@ def build_llama(
     With "gqa" there is no position_ids input, zeros of attention_mask must be at the end of a row, and past and present
     may share a buffer for at least past_sequence + sequence tokens: new keys and values are then appended in place.
 
-    The graph rotates pairs (i, i + head_dim / 2), as Hugging Face does. Rows of interleaved weights are reordered; this
-    only changes the order of values inside cached keys.
+    The graph rotates pairs (i, i + head_dim / 2), as Hugging Face does. Rows of weights for other pairs are reordered;
+    this only changes the order of values inside cached keys.
 
     Args:
         weights: Weights by Hugging Face name (see llama_weight_shapes): arrays of any float dtype, stored as float32;
@@ -65,11 +65,12 @@ def build_llama(
     shapes = llama_weight_shapes(config)
     check_weights(weights, shapes)
     tensors = {key: _float32(weights[key]) for key in shapes}
-    if config.rope_style == "interleaved":
+    if config.rope_style != "half":
+        order = rows_to_halves(config)
         for layer in range(config.num_hidden_layers):
             for part in rotated_parts(config):
                 key = f"model.layers.{layer}.self_attn.{part}"
-                tensors[key] = interleaved_to_half(np.asarray(tensors[key]), config.head_size)
+                tensors[key] = reorder_heads(np.asarray(tensors[key]), order)
         config = replace(config, rope_style="half")
     if attention == "gqa":
         return GroupQueryLlamaBuilder(tensors, config, one_table, separate_qkv).build(name)
@@ -88,6 +89,16 @@ def rotated_parts(config: LlamaConfig) -> list[str]:
     return parts + (["q_norm.weight", "k_norm.weight"] if config.qk_norm else [])
 
 
-def interleaved_to_half(weight: np.ndarray, head_size: int) -> np.ndarray:
-    """Reorder the rows of each head from (0, 1, 2, 3, …) to (0, 2, …, 1, 3, …)."""
-    return weight.reshape(-1, head_size // 2, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+def rows_to_halves(config: LlamaConfig) -> np.ndarray:
+    """Return the indices of a head's rows in the order in which (i, i + head_dim / 2) are rotated as a pair."""
+    rows = np.arange(config.head_size)
+    if config.rope_style == "half":
+        return rows
+    rotated, others = rows[: config.rotary_size], rows[config.rotary_size :].reshape(2, -1)
+    pairs = rotated.reshape(-1, 2).T if config.rope_style == "interleaved" else rotated.reshape(2, -1)
+    return np.concatenate([pairs, others], axis=1).ravel()
+
+
+def reorder_heads(weight: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Reorder the rows of each head."""
+    return weight.reshape(-1, len(order), *weight.shape[1:])[:, order].reshape(weight.shape)

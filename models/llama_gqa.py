@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from .graph_builder import MICROSOFT_DOMAIN, Weight, stacked
 from .llama_config import LlamaConfig
-from .llama_graph import LlamaBuilder, rotary_frequencies
+from .llama_graph import LlamaBuilder, rotary_frequencies, rotary_magnitudes
 
 
 class GroupQueryLlamaBuilder(LlamaBuilder):
@@ -23,6 +23,7 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
         separate_qkv: Collection[int] = (),
     ) -> None:
         super().__init__(weights, config, one_table)
+        self._tables: dict[bool, list[ir.Value]] = {}
         self.separate_qkv = range(config.num_hidden_layers) if config.qk_norm else separate_qkv
 
     def decode(
@@ -32,11 +33,6 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
         graph, config = self.graph, self.config
         with graph.module("attn_mask_reformat"):
             lengths = self.lengths(attention_mask)
-        angles = np.arange(config.max_position_embeddings)[:, None] * rotary_frequencies(config)
-        rotation = [
-            self.graph.weight("cos_cache", np.cos(angles).astype(np.float32)),
-            self.graph.weight("sin_cache", np.sin(angles).astype(np.float32)),
-        ]
         present: list[ir.Value] = []
         # delta is the output of the previous sublayer (attention or MLP); the next norm adds it to the hidden state.
         delta: ir.Value | None = None
@@ -47,12 +43,14 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
                     normed, hidden = self.add_and_norm(hidden, delta, f"{prefix}.input_layernorm.weight")
                 with graph.module("self_attn"):
                     attended, *cached = self.group_query_attention(
-                        normed, lengths, rotation, past[2 * layer : 2 * layer + 2], layer
+                        normed, lengths, past[2 * layer : 2 * layer + 2], layer
                     )
                 present += cached
-                with graph.module("post_attention_layernorm"):
-                    normed, hidden = self.add_and_norm(hidden, attended, f"{prefix}.post_attention_layernorm.weight")
-                delta = self.mlp(normed, prefix)
+                attended = self.residual(attended, f"{prefix}.post_attention_layernorm")
+                norm = config.mlp_norm(layer)
+                with graph.module(norm.split(".")[-2]):
+                    normed, hidden = self.add_and_norm(hidden, attended, norm)
+                delta = self.residual(self.mlp(normed, prefix), f"{prefix}.post_feedforward_layernorm")
         with graph.module("norm"):
             hidden, _ = self.add_and_norm(hidden, delta, "model.norm.weight")
         return hidden, present, []
@@ -68,7 +66,7 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
         """Return the normalized hidden + delta, and the sum itself."""
         graph, weight, epsilon = self.graph, self.weight(key), self.config.rms_norm_eps
         if delta is None:
-            return graph.node("SimplifiedLayerNormalization", hidden, weight, axis=-1, epsilon=epsilon), hidden
+            return self.rms_norm(hidden, key), hidden
         normed = graph.node(
             "SkipSimplifiedLayerNormalization",
             hidden,
@@ -86,13 +84,19 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
         self,
         hidden: ir.Value,
         lengths: list[ir.Value],
-        rotation: list[ir.Value],
         past: list[ir.Value],
         layer: int,
     ) -> list[ir.Value]:
         """Return the output, present key and present value of attention."""
         graph, config, prefix = self.graph, self.config, f"model.layers.{layer}.self_attn"
-        separate = layer in self.separate_qkv
+        separate, rotation = layer in self.separate_qkv, self.rotary_tables(layer)
+        attributes: dict[str, float] = {}
+        if config.window(layer):
+            attributes["local_window_size"] = config.window(layer)
+        if config.attention_scale is not None:
+            attributes["scale"] = float(config.attention_scale)
+        if config.attention_softcap:
+            attributes["softcap"] = float(config.attention_softcap)
         context = graph.node(
             "GroupQueryAttention",
             *(self.query_key_value(hidden, prefix) if separate else (self.packed_qkv(hidden, prefix), None, None)),
@@ -103,10 +107,34 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
             domain=MICROSOFT_DOMAIN,
             num_heads=config.num_attention_heads,
             kv_num_heads=config.num_key_value_heads,
-            do_rotary=1,
+            do_rotary=int(bool(rotation)),
+            **attributes,
         )
         _, key, value = context.producer().outputs  # type: ignore[union-attr]
         return [self.linear(context, f"{prefix}.o_proj"), key, value]
+
+    def rotary_tables(self, layer: int) -> list[ir.Value]:
+        """Return the cosines and sines of all positions; nothing for a layer without rotary embedding."""
+        config = self.config
+        if layer in config.no_rope_layers:
+            return []
+        local = config.is_local(layer)
+        if local not in self._tables:
+            angles = np.arange(config.max_position_embeddings)[:, None] * rotary_frequencies(config, local)
+            magnitudes = rotary_magnitudes(config)
+            self._tables[local] = [
+                self.graph.weight(
+                    f"{name}_local_cache" if local else f"{name}_cache",
+                    (table if magnitudes is None else table * magnitudes).astype(np.float32),
+                )
+                for name, table in (("cos", np.cos(angles)), ("sin", np.sin(angles)))
+            ]
+        return self._tables[local]
+
+    def rms_norm(self, x: ir.Value, key: str) -> ir.Value:
+        """Return the RMS normalization of x."""
+        weight, epsilon = self.weight(key), self.config.rms_norm_eps
+        return self.graph.node("SimplifiedLayerNormalization", x, weight, axis=-1, epsilon=epsilon)
 
     def packed_qkv(self, hidden: ir.Value, prefix: str) -> ir.Value:
         """Return query, key and value from one linear layer."""
@@ -128,10 +156,7 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
         """Return the RMS normalization of each head."""
         graph, config = self.graph, self.config
         heads = graph.node("Reshape", x, graph.constant([0, 0, -1, config.head_size]))
-        normed = graph.node(
-            "SimplifiedLayerNormalization", heads, self.weight(key), axis=-1, epsilon=config.rms_norm_eps
-        )
-        return graph.node("Reshape", normed, graph.constant([0, 0, -1]))
+        return graph.node("Reshape", self.rms_norm(heads, key), graph.constant([0, 0, -1]))
 
     def activation(self, x: ir.Value) -> ir.Value:
         """Return the activation of the gate."""

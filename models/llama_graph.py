@@ -18,10 +18,24 @@ _GELU_CUBE = np.float32(0.044715)
 _GELU_SCALE = np.float32(math.sqrt(2 / math.pi))
 
 
-def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
-    """Return the frequency of each rotated pair, in radians per position."""
-    frequencies = np.asarray(config.rope_theta ** (-np.arange(0, config.head_size, 2) / config.head_size))
-    return frequencies if config.rope_factors is None else frequencies / np.array(config.rope_factors)
+def rotary_frequencies(config: LlamaConfig, local: bool = False) -> np.ndarray:
+    """Return the frequency of each pair, in radians per position; 0 for pairs that are not rotated.
+
+    local: Return those of layers with `local_rope_theta`.
+    """
+    size, theta, factors = config.rotary_size, config.rope_theta, config.rope_factors
+    if local and config.local_rope_theta is not None:
+        theta, factors = config.local_rope_theta, None
+    frequencies = np.asarray(theta ** (-np.arange(0, size, 2) / size))
+    frequencies = frequencies if factors is None else frequencies / np.array(factors)
+    return np.pad(frequencies, (0, (config.head_size - size) // 2))
+
+
+def rotary_magnitudes(config: LlamaConfig) -> np.ndarray | None:
+    """Return the factor of each pair's cosine and sine; None: all are 1."""
+    if config.rope_magnitude == 1:
+        return None
+    return np.where(np.arange(config.head_size // 2) < config.rotary_size // 2, config.rope_magnitude, 1.0)
 
 
 class LlamaBuilder:
@@ -51,7 +65,7 @@ class LlamaBuilder:
                 if config.embedding_scale != 1:
                     embedded = graph.node("Mul", embedded, graph.constant(np.float32(config.embedding_scale)))
             hidden, present, positions = self.decode(embedded, input_ids, attention_mask, past)
-        logits = self.head(hidden)
+        logits = self.scaled_logits(self.head(hidden))
 
         set_type(logits, ir.DataType.FLOAT, ["batch", "sequence", config.vocab_size])
         cache[2] = total
@@ -68,13 +82,22 @@ class LlamaBuilder:
         """Return the last hidden state, the present cache and inputs for positions. hidden: the embedded tokens."""
         graph = self.graph
         position_ids = tensor_value("position_ids", ir.DataType.INT64, ["batch", "sequence"])
-        mask = self.additive_mask(input_ids, attention_mask, past[0])
+        layers = range(self.config.num_hidden_layers)
+        windows = dict.fromkeys(map(self.config.window, layers))
+        masks = {window: self.additive_mask(input_ids, attention_mask, past[0], window) for window in windows}
         with graph.module("rotary_emb"):
-            rotation = self.rotation(position_ids)
+            rotations = {local: self.rotation(position_ids, local) for local in map(self.config.is_local, layers)}
         present: list[ir.Value] = []
-        for layer in range(self.config.num_hidden_layers):
+        for layer in layers:
+            mask, rotation = masks[self.config.window(layer)], rotations[self.config.is_local(layer)]
             with graph.module(f"layers.{layer}"):
-                hidden, *cached = self.layer(hidden, mask, rotation, past[2 * layer : 2 * layer + 2], layer)
+                hidden, *cached = self.layer(
+                    hidden,
+                    mask,
+                    None if layer in self.config.no_rope_layers else rotation,
+                    past[2 * layer : 2 * layer + 2],
+                    layer,
+                )
             present += cached
         with graph.module("norm"):
             hidden = self.rms_norm(hidden, "model.norm.weight")
@@ -89,11 +112,29 @@ class LlamaBuilder:
         weight = _TABLE if self.config.tie_word_embeddings else "lm_head.weight"
         return graph.linear(hidden, "lm_head", self.weights[weight])
 
+    def scaled_logits(self, logits: ir.Value) -> ir.Value:
+        """Return the logits after `logit_scale` and `logit_softcap`."""
+        if self.config.logit_scale != 1:
+            logits = self.scaled(logits, self.config.logit_scale)
+        return self.capped(logits, self.config.logit_softcap)
+
+    def capped(self, x: ir.Value, softcap: float) -> ir.Value:
+        """Return softcap tanh(x / softcap), or x if softcap is 0."""
+        if softcap == 0:
+            return x
+        return self.scaled(self.graph.node("Tanh", self.scaled(x, 1 / softcap)), softcap)
+
+    def scaled(self, x: ir.Value, factor: float) -> ir.Value:
+        """Return x times a number."""
+        return self.graph.node("Mul", x, self.graph.constant(np.float32(factor)))
+
     def weight(self, key: str) -> ir.Value:
         """Return the initializer of a weight."""
         return self.graph.weight(key, self.weights[key])
 
-    def additive_mask(self, input_ids: ir.Value, attention_mask: ir.Value, past_key: ir.Value) -> ir.Value:
+    def additive_mask(
+        self, input_ids: ir.Value, attention_mask: ir.Value, past_key: ir.Value, window: int = 0
+    ) -> ir.Value:
         """Return float32 [batch, 1, sequence, past + sequence] with 0 if a query may attend to a key, else MASKED."""
         graph = self.graph
         past = graph.shape_of(past_key, 2)
@@ -102,24 +143,31 @@ class LlamaBuilder:
         query_index = graph.unsqueeze(graph.node("Range", past, total, one), 1)
         key_index = graph.unsqueeze(graph.node("Range", zero, total, one), 0)
         causal = graph.node("LessOrEqual", key_index, query_index)
+        if window:
+            first = graph.node("Sub", query_index, graph.constant(window - 1))
+            causal = graph.node("And", causal, graph.node("GreaterOrEqual", key_index, first))
         attend = graph.unsqueeze(graph.node("Cast", attention_mask, to=ir.DataType.BOOL), 1, 2)
         allowed = graph.node("And", causal, attend)
         return graph.node("Where", allowed, graph.constant(np.float32(0)), graph.constant(MASKED))
 
-    def rotation(self, position_ids: ir.Value) -> tuple[ir.Value, ir.Value]:
+    def rotation(self, position_ids: ir.Value, local: bool = False) -> tuple[ir.Value, ir.Value]:
         """Return cos and sin of position * frequency, float32 [batch, 1, sequence, head_dim]; both halves are equal."""
         graph, config = self.graph, self.config
-        frequencies = rotary_frequencies(config).astype(np.float32)
+        frequencies = rotary_frequencies(config, local).astype(np.float32)
         positions = graph.unsqueeze(graph.node("Cast", position_ids, to=ir.DataType.FLOAT), 1, 3)
         angles = graph.node("Mul", positions, graph.constant(frequencies))
         angles = graph.node("Concat", angles, angles, axis=-1)
-        return graph.node("Cos", angles), graph.node("Sin", angles)
+        cos, sin = graph.node("Cos", angles), graph.node("Sin", angles)
+        if (magnitudes := rotary_magnitudes(config)) is None:
+            return cos, sin
+        factor = graph.constant(np.concatenate([magnitudes, magnitudes]).astype(np.float32))
+        return graph.node("Mul", cos, factor), graph.node("Mul", sin, factor)
 
     def layer(
         self,
         hidden: ir.Value,
         mask: ir.Value,
-        rotation: tuple[ir.Value, ir.Value],
+        rotation: tuple[ir.Value, ir.Value] | None,
         past: list[ir.Value],
         index: int,
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
@@ -130,10 +178,19 @@ class LlamaBuilder:
             normed = self.rms_norm(hidden, f"{prefix}.input_layernorm.weight")
         with graph.module("self_attn"):
             attended, key, value = self.attention(normed, mask, rotation, past, f"{prefix}.self_attn")
-        hidden = graph.node("Add", hidden, attended)
-        with graph.module("post_attention_layernorm"):
-            normed = self.rms_norm(hidden, f"{prefix}.post_attention_layernorm.weight")
-        return graph.node("Add", hidden, self.mlp(normed, prefix)), key, value
+        hidden = graph.node("Add", hidden, self.residual(attended, f"{prefix}.post_attention_layernorm"))
+        norm = self.config.mlp_norm(index)
+        with graph.module(norm.split(".")[-2]):
+            normed = self.rms_norm(hidden, norm)
+        added = self.residual(self.mlp(normed, prefix), f"{prefix}.post_feedforward_layernorm")
+        return graph.node("Add", hidden, added), key, value
+
+    def residual(self, x: ir.Value, norm: str) -> ir.Value:
+        """Return what is added to the hidden state for the output x of a sublayer; norm: its norm, if it has one."""
+        if self.config.sandwich_norms:
+            with self.graph.module(norm.rpartition(".")[2]):
+                x = self.rms_norm(x, f"{norm}.weight")
+        return x if self.config.residual_scale == 1 else self.scaled(x, self.config.residual_scale)
 
     def mlp(self, normed: ir.Value, prefix: str) -> ir.Value:
         """Return the gated MLP of a normalized hidden state."""
@@ -159,7 +216,7 @@ class LlamaBuilder:
         self,
         hidden: ir.Value,
         mask: ir.Value,
-        rotation: tuple[ir.Value, ir.Value],
+        rotation: tuple[ir.Value, ir.Value] | None,
         past: list[ir.Value],
         prefix: str,
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
@@ -173,15 +230,19 @@ class LlamaBuilder:
                     x = self.rms_norm(x, f"{prefix}.{part}_norm.weight")
             return graph.node("Transpose", x, perm=[0, 2, 1, 3])
 
-        query = self.rotate(heads("q", config.num_attention_heads), rotation)
-        key = self.rotate(heads("k", config.num_key_value_heads), rotation)
+        query, key = heads("q", config.num_attention_heads), heads("k", config.num_key_value_heads)
+        if rotation is not None:
+            query, key = self.rotate(query, rotation), self.rotate(key, rotation)
         key = graph.node("Concat", past[0], key, axis=2)
         value = graph.node("Concat", past[1], heads("v", config.num_key_value_heads), axis=2)
 
         key_t = graph.node("Transpose", self.repeat_heads(key), perm=[0, 1, 3, 2])
         scores = graph.node("MatMul", query, key_t)
-        scores = graph.node("Div", scores, graph.constant(np.float32(math.sqrt(config.head_size))))
-        scores = graph.node("Add", scores, mask)
+        if config.attention_scale is None:
+            scores = graph.node("Div", scores, graph.constant(np.float32(math.sqrt(config.head_size))))
+        else:
+            scores = self.scaled(scores, config.attention_scale)
+        scores = graph.node("Add", self.capped(scores, config.attention_softcap), mask)
         context = graph.node("MatMul", graph.node("Softmax", scores, axis=-1), self.repeat_heads(value))
         context = graph.node("Transpose", context, perm=[0, 2, 1, 3])
         width = config.num_attention_heads * config.head_size

@@ -10,76 +10,33 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
+from ml_dtypes import bfloat16
 
 from ..graph_builder import ModelBuildError, Shape
-from ..llama import interleaved_to_half, rotated_parts
+from ..llama import reorder_heads, rotated_parts, rows_to_halves
 from ..llama_config import LlamaConfig, llama_weight_shapes
+from .architectures import ARCHITECTURES, EMBEDDING_ARCHITECTURES, FEATURES, Architecture, layer_weights
 from .file import GgufFile, StoredWeight
+from .rotary import TENSORS, read_rotary
 
 _TABLE, _HEAD = "model.embed_tokens", "lm_head"
-# Maps the GGUF name, after "blk.N.", to the Hugging Face name of a layer's weight.
-_LAYER_WEIGHTS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _OTHER_WEIGHTS = {"token_embd": _TABLE, "output_norm": "model.norm", "output": _HEAD}
-_ROPE_FACTORS = "rope_freqs.weight"
-
-
-@dataclass(frozen=True)
-class _Architecture:
-    """The properties in which architectures differ. hugging_face: the name of the class in transformers."""
-
-    hugging_face: str
-    rope_style: Literal["half", "interleaved"] = "half"
-    activation: Literal["silu", "gelu_tanh"] = "silu"
-    scaled_embedding: bool = False
-    packed: bool = False  # one tensor holds query, key and value, and another holds gate and up
-
-
-ARCHITECTURES = {
-    "llama": _Architecture("LlamaForCausalLM", rope_style="interleaved"),  # Llama and Mistral
-    "qwen2": _Architecture("Qwen2ForCausalLM"),
-    "qwen3": _Architecture("Qwen3ForCausalLM"),
-    "phi3": _Architecture("Phi3ForCausalLM", packed=True),
-    "gemma": _Architecture("GemmaForCausalLM", activation="gelu_tanh", scaled_embedding=True),
-}
-
-# Encoder architectures that llama.cpp supports.
-_EMBEDDING_ARCHITECTURES = (
-    *("bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "modern-bert", "jina-bert-v2", "jina-bert-v3", "eurobert"),
-    *("t5encoder", "gemma-embedding"),
-)
 _NOT_A_DECODER = (
     ", but only decoders can be imported; export the original model to ONNX instead: "
     "optimum-cli export onnx --model MODEL FOLDER, then: ortolan optimize FOLDER"
 )
 
-# Metadata keys (without the architecture's name) of unsupported features. They must be missing or 0.
-_UNSUPPORTED = (
-    "expert_count",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "logit_scale",
-    "residual_scale",
-    "embedding_scale",
-    "attention.scale",
-    "attention.clamp_kqv",
-    "attention.max_alibi_bias",
-    "use_parallel_residual",
-)
+# Maps fields of LlamaConfig to metadata keys, without the architecture's name.
+_OPTIONS = {
+    "attention_scale": "attention.scale",
+    "attention_softcap": "attn_logit_softcapping",
+    "logit_softcap": "final_logit_softcapping",
+    "embedding_scale": "embedding_scale",
+    "residual_scale": "residual_scale",
+    "logit_scale": "logit_scale",
+}
 
 
 @dataclass(frozen=True)
@@ -104,11 +61,11 @@ class GgufModel:
         """Return the model with rotated pairs (i, i + head_dim / 2). Rows of weights are reordered if necessary."""
         if self.config.rope_style == "half":
             return self
-        weights = dict(self.weights)
+        weights, rows = dict(self.weights), rows_to_halves(self.config)
         for layer in range(self.config.num_hidden_layers):
             for part in rotated_parts(self.config):
                 key = f"model.layers.{layer}.self_attn.{part}"
-                order = interleaved_to_half(np.arange(weights[key].shape[0]), self.config.head_size)
+                order = reorder_heads(np.arange(weights[key].shape[0]), rows)
                 weights[key] = weights[key].reordered(order)
         return replace(self, config=replace(self.config, rope_style="half"), weights=weights)
 
@@ -147,12 +104,13 @@ def read_model(path: str | os.PathLike[str]) -> GgufModel:
     name = file.text("general.architecture")
     architecture = ARCHITECTURES[name]
     _refuse_unsupported(file, name)
-    weights = {_hugging_face_name(key): weight for key, weight in file.weights.items()}
+    names = layer_weights(architecture)
+    weights = {_hugging_face_name(key, names): weight for key, weight in file.weights.items()}
     config, notes = _read_config(file, name, architecture, weights)
     if architecture.packed:
         weights = _unpacked(weights, config)
     expected = llama_weight_shapes(config)
-    others = [weight.name for key, weight in weights.items() if key not in expected and key != _ROPE_FACTORS]
+    others = [weight.name for key, weight in weights.items() if key not in expected and key not in TENSORS]
     if others:
         raise ModelBuildError(
             f"{path} holds {len(others)} tensors that are not supported for architecture {name!r}, such as "
@@ -166,7 +124,7 @@ def _check_architecture(path: Path, name: str) -> None:
     if name in ARCHITECTURES:
         return
     known = ", ".join(map(repr, ARCHITECTURES))
-    if name in _EMBEDDING_ARCHITECTURES:
+    if name in EMBEDDING_ARCHITECTURES:
         raise ModelBuildError(f"{str(path)!r} holds an embedding model (architecture {name!r}){_NOT_A_DECODER}")
     raise ModelBuildError(f"{str(path)!r} holds a model of architecture {name!r}, expected one of {known}")
 
@@ -179,7 +137,7 @@ def _check_tensors(
     if missing:
         raise ModelBuildError(
             f"{file.path} lacks {len(missing)} of the {len(expected)} tensors of a decoder of architecture {name!r}, "
-            f"such as {_gguf_name(missing[0])!r}; download it again, or merge the parts of a split file first "
+            f"such as {_gguf_name(missing[0], layer_weights(ARCHITECTURES[name]))!r}; download it again, or merge the parts of a split file first "
             "(llama-gguf-split --merge)"
         )
     for key, shape in expected.items():
@@ -190,88 +148,136 @@ def _check_tensors(
             )
 
 
-def _gguf_name(key: str) -> str:
+def _gguf_name(key: str, layer_names: Mapping[str, str]) -> str:
     """Return the name in the file, the inverse of _hugging_face_name."""
     module, _, part = key.rpartition(".")
     for ours, theirs in _OTHER_WEIGHTS.items():
         if theirs == module:
             return f"{ours}.{part}"
     _, _, layer, module = module.split(".", 3)
-    names = {theirs: ours for ours, theirs in _LAYER_WEIGHTS.items()}
+    names = {theirs: ours for ours, theirs in layer_names.items()}
     return f"blk.{layer}.{names[module]}.{part}"
 
 
-def _hugging_face_name(name: str) -> str:
+def _hugging_face_name(name: str, layer_names: Mapping[str, str]) -> str:
     """Return the Hugging Face name: "model.layers.3.self_attn.q_proj.weight" for "blk.3.attn_q.weight"."""
     parts = name.split(".")
-    if parts[0] == "blk" and len(parts) == 4 and parts[2] in _LAYER_WEIGHTS:
-        return f"model.layers.{parts[1]}.{_LAYER_WEIGHTS[parts[2]]}.{parts[3]}"
+    if parts[0] == "blk" and len(parts) == 4 and parts[2] in layer_names:
+        return f"model.layers.{parts[1]}.{layer_names[parts[2]]}.{parts[3]}"
     if len(parts) == 2 and parts[0] in _OTHER_WEIGHTS:
         return f"{_OTHER_WEIGHTS[parts[0]]}.{parts[1]}"
     return name
 
 
 def _refuse_unsupported(file: GgufFile, name: str) -> None:
-    scaling = file.metadata.get(f"{name}.rope.scaling.type", "none")
-    if scaling != "none":
-        raise ModelBuildError(f"{file.path} scales its rotary frequencies ({scaling}), which is not supported")
     if file.metadata.get(f"{name}.pooling_type"):
         raise ModelBuildError(
             f"{str(file.path)!r} holds an embedding model ({name}.pooling_type is set){_NOT_A_DECODER}"
         )
-    for key in _UNSUPPORTED:
-        if found := file.metadata.get(f"{name}.{key}"):
-            raise ModelBuildError(f"{file.path} has {name}.{key} = {found!r}, which is not supported")
+    for key in FEATURES:
+        if key not in ARCHITECTURES[name].options and (found := file.metadata.get(f"{name}.{key}")):
+            raise ModelBuildError(
+                f"{file.path} has {name}.{key} = {found!r}, which is not supported for architecture {name!r}"
+            )
 
 
 def _read_config(
-    file: GgufFile, name: str, architecture: _Architecture, weights: Mapping[str, StoredWeight]
+    file: GgufFile, name: str, architecture: Architecture, weights: Mapping[str, StoredWeight]
 ) -> tuple[LlamaConfig, tuple[str, ...]]:
     hidden, heads = file.integer(f"{name}.embedding_length"), file.integer(f"{name}.attention.head_count")
     head_dim = file.integer(f"{name}.attention.key_length", max(1, hidden // heads))
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if (found := file.integer(f"{name}.{key}", head_dim)) != head_dim:
-            raise ModelBuildError(f"{file.path}: {name}.{key} is {found}, expected {head_dim}, the size of a head")
+    if (found := file.integer(f"{name}.attention.value_length", head_dim)) != head_dim:
+        raise ModelBuildError(
+            f"{file.path}: {name}.attention.value_length is {found}, expected {head_dim}, the size of a head"
+        )
     if f"{_TABLE}.weight" not in weights:
         raise ModelBuildError(f"{file.path} has no tensor 'token_embd.weight'; is it the first part of a split file?")
-    context, notes = file.integer(f"{name}.context_length"), list[str]()
-    window = file.metadata.get(f"{name}.attention.sliding_window")
-    if isinstance(window, int) and 0 < window < context:
-        notes.append(
-            f"sliding-window attention is not supported: the context is {window} tokens (the window), not {context}"
-        )
-        context = window
+    layers = file.integer(f"{name}.block_count", maximum=4096)
+    context = file.integer(f"{name}.context_length")
+    rotary, notes = read_rotary(file, name, weights, head_dim, context)
+    windows = _windows(file, name, architecture, layers, context)
     config = LlamaConfig(
         vocab_size=weights[f"{_TABLE}.weight"].shape[0],
         hidden_size=hidden,
         intermediate_size=file.integer(f"{name}.feed_forward_length"),
-        num_hidden_layers=file.integer(f"{name}.block_count", maximum=4096),
+        num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=file.integer(f"{name}.attention.head_count_kv", heads),
         head_dim=head_dim,
-        # The file stores float32, and 1e-5 is read as 9.999999747378752e-06; str() restores the short decimal.
-        rms_norm_eps=float(str(np.float32(file.positive(f"{name}.attention.layer_norm_rms_epsilon")))),
-        rope_theta=file.positive(f"{name}.rope.freq_base", 10000.0),
-        rope_style=architecture.rope_style,
+        rms_norm_eps=_decimal(file.positive(f"{name}.attention.layer_norm_rms_epsilon")),
+        rope_theta=rotary.theta,
+        rope_style="partial" if rotary.dim < head_dim and architecture.rope_style == "half" else architecture.rope_style,
+        rotary_dim=rotary.dim if rotary.dim < head_dim else None,
         tie_word_embeddings=f"{_HEAD}.weight" not in weights,
-        max_position_embeddings=context,
-        rope_factors=_rope_factors(weights),
+        max_position_embeddings=rotary.context,
+        rope_factors=rotary.factors,
+        rope_magnitude=rotary.magnitude,
+        windows=windows,
+        no_rope_layers=_layers_without_rope(file, name, architecture, layers),
         qkv_bias="model.layers.0.self_attn.q_proj.bias" in weights,
         qk_norm="model.layers.0.self_attn.q_norm.weight" in weights,
-        activation=architecture.activation,
-        embedding_scale=hidden**0.5 if architecture.scaled_embedding else 1.0,
+        sandwich_norms=architecture.sandwich_norms,
+        activation="gelu_tanh" if architecture.gemma else "silu",
+        **_factors(file, name, architecture, layers, hidden, heads),
+        **_local_rope(file, name, architecture, windows),
     )
     return config, tuple(notes)
 
 
-def _rope_factors(weights: Mapping[str, StoredWeight]) -> tuple[float, ...] | None:
-    """Return the rotary factors of Llama 3.1 and later, or None."""
-    if _ROPE_FACTORS not in weights:
+def _decimal(number: float) -> float:
+    """Return a number of the file, which stores float32: 1e-5 is read as 9.999999747378752e-06, str() restores it."""
+    return float(str(np.float32(number)))
+
+
+def _windows(
+    file: GgufFile, name: str, architecture: Architecture, layers: int, context: int
+) -> tuple[int, ...] | None:
+    """Return the window of each layer, 0 for layers without one; None: no layer has one."""
+    found = file.metadata.get(f"{name}.attention.sliding_window", architecture.window)
+    if not isinstance(found, int) or not 0 < found < context:
         return None
-    factors = weights[_ROPE_FACTORS].floats().ravel()
-    if not (np.isfinite(factors) & (factors > 0)).all():
-        raise ModelBuildError(f"tensor {_ROPE_FACTORS!r} holds values that are not positive")
-    return tuple(factors.tolist())
+    key = f"{name}.attention.sliding_window_pattern"
+    if file.has(key) and key not in file.metadata:
+        pattern = file.array(key)
+        if len(pattern) != layers or not all(isinstance(one, bool) for one in pattern):
+            raise ModelBuildError(f"{file.path}: metadata {key!r} is not an array of {layers} booleans")
+        return tuple(found * one for one in pattern)
+    period = architecture.window_period if key not in file.metadata else file.integer(key)
+    return tuple(0 if period and layer % period == period - 1 else found for layer in range(layers))
+
+
+def _layers_without_rope(file: GgufFile, name: str, architecture: Architecture, layers: int) -> tuple[int, ...]:
+    # llama.cpp's converter uses this key for Granite models without a rotary embedding.
+    if architecture.model_type == "granite" and file.metadata.get(f"{name}.rope.scaling.finetuned") is False:
+        return tuple(range(layers))
+    period = architecture.no_rope_period
+    return tuple(layer for layer in range(layers) if period and layer % period == period - 1)
+
+
+def _local_rope(
+    file: GgufFile, name: str, architecture: Architecture, windows: tuple[int, ...] | None
+) -> dict[str, float]:
+    if windows is None or architecture.local_rope_theta is None:
+        return {}
+    return {"local_rope_theta": file.positive(f"{name}.rope.freq_base_swa", architecture.local_rope_theta)}
+
+
+def _factors(
+    file: GgufFile, name: str, architecture: Architecture, layers: int, hidden: int, heads: int
+) -> dict[str, float]:
+    """Return the scales and caps of LlamaConfig."""
+    found: dict[str, float] = {}
+    if architecture.gemma:
+        # Gemma was trained with this factor in bfloat16, and transformers rounds it too.
+        found["embedding_scale"] = float(np.float32(hidden**0.5).astype(bfloat16))
+    if layers == architecture.layers_by_width:
+        found["attention_scale"] = (hidden // heads) ** -0.5
+    for field, key in _OPTIONS.items():
+        if key in architecture.options and file.metadata.get(f"{name}.{key}"):
+            found[field] = _decimal(file.positive(f"{name}.{key}"))
+    if "logit_scale" in found:  # the file states the divisor of the logits
+        found["logit_scale"] = 1 / found["logit_scale"]
+    return found
 
 
 def _unpacked(weights: Mapping[str, StoredWeight], config: LlamaConfig) -> dict[str, StoredWeight]:

@@ -7,7 +7,8 @@ from typing import Any
 
 from ..graph_builder import ModelBuildError
 from ..llama_config import LlamaConfig
-from .model import ARCHITECTURES, GgufModel
+from .architectures import ARCHITECTURES, config_extras
+from .model import GgufModel
 from .tokenizer import TokenizerFacts
 
 _SAMPLING_KEYS = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
@@ -33,14 +34,14 @@ def config_fields(config: LlamaConfig, architecture: str = "llama") -> dict[str,
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
         *("num_key_value_heads", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "max_position_embeddings"),
     )
-    activation = _ACTIVATIONS[config.activation]
+    known = ARCHITECTURES[architecture]
     return {
-        "architectures": [ARCHITECTURES[architecture].hugging_face],
-        "model_type": architecture,
+        "architectures": [known.hugging_face],
+        "model_type": known.model_type,
         **{name: getattr(config, name) for name in same},
         "head_dim": config.head_size,
-        "hidden_act": activation,
-        **({"hidden_activation": activation} if architecture == "gemma" else {}),
+        "hidden_act": _ACTIVATIONS[config.activation],
+        **config_extras(config, known.model_type),
         "torch_dtype": "float32",
         # The transformers version that defines these fields. Without it, transformers warns about a wrong Mistral
         # pattern in the tokenizer.
@@ -82,7 +83,7 @@ def genai_config(model: GgufModel, facts: TokenizerFacts, file_name: str, librar
                 "num_hidden_layers": config.num_hidden_layers,
                 "num_key_value_heads": config.num_key_value_heads,
             },
-            "type": model.architecture,
+            "type": ARCHITECTURES[model.architecture].model_type,
             "vocab_size": config.vocab_size,
         },
         "search": {

@@ -16,7 +16,7 @@ from ortolan.graph_passes.report.optimization import OptimizationReport
 from ortolan.models.gguf import read_gguf
 from ortolan.models.graph_builder import ModelBuildError
 
-from ..models.gguf_file import CONFIGS, TEMPLATE, TOKENS, write
+from ..models.gguf_file import CONFIGS, METADATA, TEMPLATE, TOKENS, write
 from ..models.llama_reference import reference_llama
 
 pytest.importorskip("tokenizers")
@@ -44,6 +44,7 @@ def compare(path: Path, folder: Path, atol: float) -> None:
 
 def run(tmp_path: Path, name: str = "llama", **options: object) -> OptimizationReport:
     config = CONFIGS[name]
+    options = {"metadata": METADATA.get(name), **options}
     write(tmp_path / "model.gguf", config, architecture=name.split(",")[0], **options)
     return ortolan.import_gguf(tmp_path / "model.gguf", tmp_path / "folder")
 

@@ -14,8 +14,11 @@ CONFIG = replace(
     tiny.TINY_LLAMA, hidden_size=64, intermediate_size=96, rope_style="interleaved", head_dim=16, rope_theta=1e5
 )
 _HALVES = replace(CONFIG, rope_style="half")
+# YaRN with factor 4 for 512 tokens and base 1e5: pairs up to 0.64 stay, pairs from 3.05 are divided by the factor.
+YARN = tuple(1 / (blend / 4 + 1 - blend) for blend in (0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0))
 FACTORS = (1.0, 1.0, 1.5, 2.0, 4.0, 8.0, 8.0, 8.0)
 
+_LOCAL = {"sandwich_norms": True, "activation": "gelu_tanh", "embedding_scale": 8.0, "head_dim": 32}
 # Configurations by architecture name; "llama, …" are variants of llama.
 CONFIGS = {
     "llama": CONFIG,
@@ -26,6 +29,57 @@ CONFIGS = {
     "qwen3": replace(_HALVES, qk_norm=True, head_dim=32, tie_word_embeddings=False),
     "phi3": replace(_HALVES, tie_word_embeddings=False, num_key_value_heads=4),
     "gemma": replace(_HALVES, activation="gelu_tanh", embedding_scale=8.0, head_dim=32, num_key_value_heads=1),
+    "gemma2": replace(_HALVES, **_LOCAL, windows=(4, 0), attention_softcap=5.0, logit_softcap=3.0),
+    "gemma3": replace(
+        _HALVES,
+        **_LOCAL,
+        num_hidden_layers=7,
+        windows=(4, 4, 4, 4, 4, 0, 4),
+        local_rope_theta=1e4,
+        qk_norm=True,
+        rope_factors=(8.0,) * 16,
+    ),
+    "gemma3, pattern": replace(_HALVES, **_LOCAL, windows=(0, 4), local_rope_theta=500.0, qk_norm=True),
+    "granite": replace(
+        CONFIG, embedding_scale=12.0, residual_scale=0.22, attention_scale=0.125, logit_scale=0.125
+    ),
+    "smollm3": replace(CONFIG, num_hidden_layers=5, no_rope_layers=(3,)),
+    "qwen2, window": replace(_HALVES, qkv_bias=True, windows=(5, 5)),
+    "qwen2, yarn": replace(_HALVES, qkv_bias=True, rope_factors=YARN, rope_magnitude=1 + 0.1 * np.log(4.0)),
+    "llama, linear": replace(CONFIG, rope_factors=(4.0,) * 8),
+    "phi3, short factors": replace(
+        _HALVES,
+        num_key_value_heads=4,
+        head_dim=32,
+        rotary_dim=16,
+        rope_style="partial",
+        rope_factors=FACTORS,
+        rope_magnitude=1.25,
+        max_position_embeddings=512,
+    ),
+}
+# Metadata of these configurations that `write` does not derive from the configuration.
+METADATA = {
+    "gemma2": {"gemma2.attn_logit_softcapping": 5.0, "gemma2.final_logit_softcapping": 3.0},
+    "gemma3": {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0},
+    "gemma3, pattern": {"gemma3.attention.sliding_window_pattern": [False, True], "gemma3.rope.freq_base_swa": 500.0},
+    "granite": {
+        "granite.embedding_scale": 12.0,
+        "granite.residual_scale": 0.22,
+        "granite.attention.scale": 0.125,
+        "granite.logit_scale": 8.0,
+    },
+    "qwen2, yarn": {
+        "qwen2.rope.scaling.type": "yarn",
+        "qwen2.rope.scaling.factor": 4.0,
+        "qwen2.rope.scaling.original_context_length": 512,
+    },
+    "llama, linear": {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+    "phi3, short factors": {
+        "phi3.rope.scaling.attn_factor": 1.25,
+        "phi3.rope.scaling.original_context_length": 512,
+        "phi3.context_length": 2048,
+    },
 }
 
 # Byte-level BPE writes a space as Ġ and a line break as Ċ.
@@ -46,6 +100,11 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+}
+SANDWICH = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 
 
@@ -77,10 +136,13 @@ def write(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_size)
     writer.add_value_length(config.head_size)
-    writer.add_rope_dimension_count(config.head_size)
+    writer.add_rope_dimension_count(config.rotary_size)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_context_length(config.max_position_embeddings)
+    if f"{architecture}.context_length" not in (metadata or {}):
+        writer.add_context_length(config.max_position_embeddings)
+    if config.windows is not None:
+        writer.add_sliding_window(max(config.windows))
     writer.add_tokenizer_model(model)
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(TOKENS)
@@ -90,7 +152,8 @@ def write(
     writer.add_eos_token_id(1)
     writer.add_chat_template(TEMPLATE)
     for key, value in (metadata or {}).items():
-        add = {str: writer.add_string, float: writer.add_float32}.get(type(value), writer.add_uint32)
+        adders = {str: writer.add_string, float: writer.add_float32, list: writer.add_array, bool: writer.add_bool}
+        add = adders.get(type(value), writer.add_uint32)
         add(key, value)
     count = 0
     for name, array in in_file(weights, architecture, config).items():
@@ -114,13 +177,14 @@ def in_file(weights, architecture, config):
     """Return the weights with GGUF names, and joined if the architecture stores them jointly."""
     others = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     found = {}
+    names = NAMES | (SANDWICH if config.sandwich_norms else {})
     for name, array in weights.items():
         module, _, part = name.rpartition(".")
         if module in others:
             found[f"{others[module]}.{part}"] = array
         else:
             _, _, layer, module = module.split(".", 3)
-            found[f"blk.{layer}.{NAMES[module]}.{part}"] = array
+            found[f"blk.{layer}.{names[module]}.{part}"] = array
     if architecture == "phi3":
         for layer in range(config.num_hidden_layers):
             prefix = f"blk.{layer}"
@@ -128,6 +192,7 @@ def in_file(weights, architecture, config):
             found[f"{prefix}.attn_qkv.weight"] = np.concatenate(parts)
             gate, up = (found.pop(f"{prefix}.ffn_{part}.weight") for part in ("gate", "up"))
             found[f"{prefix}.ffn_up.weight"] = np.concatenate([gate, up])
-    if config.rope_factors is not None:
-        found["rope_freqs.weight"] = np.array(config.rope_factors, np.float32)
+    if config.rope_factors == FACTORS:
+        kind = "freqs" if config.rope_style == "interleaved" else "factors_short"
+        found[f"rope_{kind}.weight"] = np.array(config.rope_factors, np.float32)
     return found

@@ -39,23 +39,34 @@ def reference_llama(w: dict[str, np.ndarray], config: LlamaConfig, ids: np.ndarr
     Rotary embedding multiplies complex numbers.
     """
     w = {name: array.astype(np.float64) for name, array in w.items()}
-    size = config.head_size
-    angles = np.arange(len(ids))[:, None] * config.rope_theta ** (-np.arange(0, size, 2) / size)
-    angles = angles / np.array(config.rope_factors or [1.0])
+    size, turns = config.head_size, config.rotary_size
+    scale = 1 / np.sqrt(size) if config.attention_scale is None else config.attention_scale
+    distance = np.arange(len(ids))[:, None] - np.arange(len(ids))
 
     def norm(x, name):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.rms_norm_eps) * w[name]
 
-    def rotate(x):
-        out = np.empty_like(x)
+    def rotate(x, layer):
+        if layer in config.no_rope_layers:
+            return x
+        is_local = config.local_rope_theta is not None and config.windows[layer]
+        theta, factors = (config.local_rope_theta, None) if is_local else (config.rope_theta, config.rope_factors)
+        angles = np.arange(len(ids))[:, None] * theta ** (-np.arange(0, turns, 2) / turns) / np.array(factors or [1.0])
+        out, distance = x.copy(), turns // 2 if config.rope_style == "partial" else size // 2
         pairs = (
-            (slice(0, None, 2), slice(1, None, 2))
+            (slice(0, turns, 2), slice(1, turns, 2))
             if config.rope_style == "interleaved"
-            else (slice(None, size // 2), slice(size // 2, None))
+            else (slice(None, turns // 2), slice(distance, distance + turns // 2))
         )
-        turned = (x[:, pairs[0]] + 1j * x[:, pairs[1]]) * np.exp(1j * angles)
+        turned = (x[:, pairs[0]] + 1j * x[:, pairs[1]]) * config.rope_magnitude * np.exp(1j * angles)
         out[:, pairs[0]], out[:, pairs[1]] = turned.real, turned.imag
         return out
+
+    def capped(x, most):
+        return most * np.tanh(x / most) if most else x
+
+    def added(x, name):
+        return config.residual_scale * (norm(x, name) if config.sandwich_norms else x)
 
     def project(x, name):
         return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
@@ -77,13 +88,16 @@ def reference_llama(w: dict[str, np.ndarray], config: LlamaConfig, ids: np.ndarr
         group = config.num_attention_heads // config.num_key_value_heads
         contexts = []
         for head in range(config.num_attention_heads):
-            scores = rotate(q[head]) @ rotate(k[head // group]).T / np.sqrt(size)
-            scores[np.triu_indices(len(ids), 1)] = -np.inf
+            scores = capped(rotate(q[head], layer) @ rotate(k[head // group], layer).T * scale, config.attention_softcap)
+            window = config.windows[layer] if config.windows else 0
+            scores[(distance < 0) | (distance >= (window or len(ids)))] = -np.inf
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             contexts.append(weights / weights.sum(-1, keepdims=True) @ v[head // group])
-        x = x + np.concatenate(contexts, axis=1) @ w[f"{p}.self_attn.o_proj.weight"].T
-        h = norm(x, f"{p}.post_attention_layernorm.weight")
+        attended = np.concatenate(contexts, axis=1) @ w[f"{p}.self_attn.o_proj.weight"].T
+        x = x + added(attended, f"{p}.post_attention_layernorm.weight")
+        before = "pre_feedforward" if config.sandwich_norms else "post_attention"
+        h = norm(x, f"{p}.{before}_layernorm.weight")
         gate, up = (h @ w[f"{p}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        x = x + (act(gate) * up) @ w[f"{p}.mlp.down_proj.weight"].T
+        x = x + added((act(gate) * up) @ w[f"{p}.mlp.down_proj.weight"].T, f"{p}.post_feedforward_layernorm.weight")
     head = w["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
-    return norm(x, "model.norm.weight") @ head.T
+    return capped(norm(x, "model.norm.weight") @ head.T * config.logit_scale, config.logit_softcap)

@@ -13,7 +13,7 @@ from ortolan.models.graph_builder import ModelBuildError
 from ortolan.models.llama import build_llama
 
 from ..sampling import examples
-from .gguf_file import CONFIG, CONFIGS, FACTORS, gguf, write
+from .gguf_file import CONFIG, CONFIGS, FACTORS, METADATA, gguf, write
 from .llama_reference import Decoder, reference_llama
 
 IDS = np.random.default_rng(3).integers(0, CONFIG.vocab_size, (1, 9))
@@ -22,7 +22,8 @@ IDS = np.random.default_rng(3).integers(0, CONFIG.vocab_size, (1, 9))
 @pytest.mark.parametrize("name", CONFIGS)
 def test_architectures(tmp_path, name):
     config, architecture = CONFIGS[name], name.split(",")[0]
-    weights = write(tmp_path / "model.gguf", config, architecture=architecture, kinds=["F32"])
+    path, metadata = tmp_path / "model.gguf", METADATA.get(name)
+    weights = write(path, config, architecture=architecture, kinds=["F32"], metadata=metadata)
     model = read_model(tmp_path / "model.gguf")
     assert (model.config, model.architecture) == (config, architecture)
     assert set(model.weights) == set(weights)
@@ -57,20 +58,29 @@ def test_quantized_weights(tmp_path, tied):
     build_llama(found, found_config)
 
 
-def test_a_window_of_attention_ends_the_positions(tmp_path):
-    write(tmp_path / "model.gguf", metadata={"llama.attention.sliding_window": 512})
-    model = read_model(tmp_path / "model.gguf")
-    assert model.config.max_position_embeddings == 512
-    assert "the context is 512 tokens (the window), not 2048" in model.notes[0]
+@pytest.mark.parametrize(("window", "found"), [(512, (512, 512)), (2048, None), (0, None)])
+def test_windows_shorter_than_the_context(tmp_path, window, found):
+    write(tmp_path / "model.gguf", metadata={"llama.attention.sliding_window": window})
+    assert read_model(tmp_path / "model.gguf").config.windows == found
+
+
+def test_factors_of_long_texts_end_the_context(tmp_path):
+    name = "phi3, short factors"
+    write(tmp_path / "model.gguf", CONFIGS[name], architecture="phi3", metadata=METADATA[name])
+    (note,) = read_model(tmp_path / "model.gguf").notes
+    assert note.startswith("the context is 512 tokens, not 2048: longer texts have other rotary factors")
 
 
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"llama.rope.scaling.type": "yarn"}, r"scales its rotary frequencies \(yarn\)"),
-        ({"llama.expert_count": 8}, "llama.expert_count = 8"),
+        ({"llama.rope.scaling.type": "longrope"}, r"llama.rope.scaling.type is 'longrope', expected none, linear or"),
+        ({"llama.rope.scaling.type": "yarn"}, "has no metadata 'llama.rope.scaling.factor'"),
+        ({"llama.expert_count": 8}, "llama.expert_count = 8, which is not supported for architecture 'llama'"),
+        ({"llama.logit_scale": 8.0}, "llama.logit_scale = 8.0, which is not supported for architecture 'llama'"),
+        ({"llama.attention.sliding_window": 8, "llama.attention.sliding_window_pattern": [True]}, "array of 2 bool"),
         ({"llama.attention.value_length": 8}, "value_length is 8, expected 16"),
-        ({"llama.rope.dimension_count": 8}, "dimension_count is 8, expected 16"),
+        ({"llama.rope.dimension_count": 18}, "dimension_count is 18, expected an even number up to 16"),
         ({"llama.embedding_length": "wide"}, "'llama.embedding_length' is 'wide', expected an integer"),
         ({"llama.block_count": 3}, r"lacks 9 of the \d+ tensors .*, such as 'blk\.2\.attn_norm\.weight'"),
         ({"llama.embedding_length": 32}, r"tensor 'token_embd\.weight' has shape \[\d+, 64\], expected \[\d+, 32\]"),

@@ -28,6 +28,14 @@ VARIANTS = {
     "qk_norm": {"qk_norm": True},
     "gelu": {"activation": "gelu_tanh", "embedding_scale": 48**0.5},
     "wide_heads": {"head_dim": 18, "rope_theta": 500000.0, "rms_norm_eps": 1e-3},
+    "windows": {"windows": (3, 0), "local_rope_theta": 100.0, "rope_theta": 1e6},
+    "windows_of_one_base": {"windows": (1, 4), "qkv_bias": True},
+    "capped": {"attention_softcap": 1.5, "logit_softcap": 2.0, "attention_scale": 0.4},
+    "sandwich": {"sandwich_norms": True, "qk_norm": True},
+    "scaled": {"residual_scale": 0.3, "logit_scale": 0.25, "embedding_scale": 3.0, "attention_scale": 0.05},
+    "no_rope": {"no_rope_layers": (1,), "rope_style": "interleaved"},
+    "partial": {"head_dim": 16, "rotary_dim": 12, "rope_style": "partial", "rope_magnitude": 1.2},
+    "partial_interleaved": {"head_dim": 16, "rotary_dim": 8, "rope_style": "interleaved", "qk_norm": True},
 }
 
 

@@ -1,0 +1,153 @@
+"""What the architectures of GGUF files have in common with Llama, and what not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..llama_config import LlamaConfig
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The properties in which architectures differ.
+
+    Attributes:
+        hugging_face: The name of the class in transformers.
+        model_type: The name of the architecture in transformers.
+        packed: One tensor holds query, key and value, and another holds gate and up.
+        gemma: The embedding is scaled by the square root of its width, and the gate's activation is GELU.
+        sandwich_norms: See LlamaConfig.
+        window: The window if the file states none; 0: no window.
+        window_period: Every n-th layer sees all keys, the other layers have a window. 0: all layers have it.
+        local_rope_theta: See LlamaConfig; the default of rope.freq_base_swa.
+        layers_by_width: The number of layers of the model whose attention is scaled by 1 / sqrt(hidden_size / heads).
+        no_rope_period: Every n-th layer has no rotary embedding. 0: all layers have it.
+        options: Metadata keys, without the architecture's name, that other architectures may not set.
+    """
+
+    hugging_face: str
+    model_type: str
+    rope_style: Literal["half", "interleaved"] = "half"
+    packed: bool = False
+    gemma: bool = False
+    sandwich_norms: bool = False
+    window: int = 0
+    window_period: int = 0
+    local_rope_theta: float | None = None
+    layers_by_width: int = 0
+    no_rope_period: int = 0
+    options: tuple[str, ...] = ()
+
+
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", "llama", rope_style="interleaved"),  # Llama and Mistral
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
+    "phi3": Architecture("Phi3ForCausalLM", "phi3", packed=True),  # Phi-3, Phi-4 and Phi-4-mini
+    "gemma": Architecture("GemmaForCausalLM", "gemma", gemma=True),
+    "gemma2": Architecture(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        gemma=True,
+        sandwich_norms=True,
+        window=4096,
+        window_period=2,
+        layers_by_width=46,
+        options=("attn_logit_softcapping", "final_logit_softcapping"),
+    ),
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        gemma=True,
+        sandwich_norms=True,
+        window_period=6,
+        local_rope_theta=10000.0,
+        layers_by_width=62,
+    ),
+    "granite": Architecture(
+        "GraniteForCausalLM",
+        "granite",
+        rope_style="interleaved",
+        options=("logit_scale", "residual_scale", "embedding_scale", "attention.scale"),
+    ),
+    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", rope_style="interleaved", no_rope_period=4),
+}
+
+# Encoder architectures that llama.cpp supports.
+EMBEDDING_ARCHITECTURES = (
+    *("bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "modern-bert", "jina-bert-v2", "jina-bert-v3", "eurobert"),
+    *("t5encoder", "gemma-embedding"),
+)
+
+# Metadata keys (without the architecture's name) of features that only some architectures support. Elsewhere they must
+# be missing or 0.
+FEATURES = (
+    "expert_count",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logit_scale",
+    "residual_scale",
+    "embedding_scale",
+    "attention.scale",
+    "attention.clamp_kqv",
+    "attention.max_alibi_bias",
+    "attention.key_length_swa",
+    "rope.dimension_count_swa",
+    "use_parallel_residual",
+)
+
+# Maps the GGUF name, after "blk.N.", to the Hugging Face name of a layer's weight.
+_LAYER_WEIGHTS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_SANDWICH = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+def layer_weights(architecture: Architecture) -> dict[str, str]:
+    """Return the Hugging Face names of a layer's weights by their GGUF names, after the layer's prefix."""
+    return _LAYER_WEIGHTS | (_SANDWICH if architecture.sandwich_norms else {})
+
+
+def config_extras(config: LlamaConfig, model_type: str) -> dict[str, object]:
+    """Return the fields of config.json that only some architectures have."""
+    fields: dict[str, object] = {}
+    if config.windows is not None:
+        fields["sliding_window"] = max(config.windows)
+        if model_type.startswith("gemma"):
+            kinds = {True: "sliding_attention", False: "full_attention"}
+            fields["layer_types"] = [kinds[window > 0] for window in config.windows]
+    if config.local_rope_theta is not None:
+        fields["rope_local_base_freq"] = config.local_rope_theta
+    if model_type.startswith("gemma"):
+        fields["hidden_activation"] = "gelu_pytorch_tanh"
+    if model_type in ("gemma2", "gemma3_text"):
+        scale = config.attention_scale or config.head_size**-0.5
+        fields["query_pre_attn_scalar"] = scale**-2
+        fields["attn_logit_softcapping"] = config.attention_softcap or None
+        fields["final_logit_softcapping"] = config.logit_softcap or None
+    if model_type == "granite":
+        fields["embedding_multiplier"] = config.embedding_scale
+        fields["residual_multiplier"] = config.residual_scale
+        fields["logits_scaling"] = 1 / config.logit_scale
+        fields["attention_multiplier"] = config.attention_scale or config.head_size**-0.5
+    if model_type == "smollm3":
+        layers = range(config.num_hidden_layers)
+        fields["no_rope_layers"] = [int(layer not in config.no_rope_layers) for layer in layers]
+    if config.rotary_dim is not None:
+        fields["partial_rotary_factor"] = config.rotary_dim / config.head_size
+    return fields
