@@ -237,12 +237,7 @@ def _windows(
     if not isinstance(found, int) or not 0 < found < context:
         return None
     key = f"{name}.attention.sliding_window_pattern"
-    if file.has(key) and key not in file.metadata:
-        pattern = file.array(key)
-        if len(pattern) != layers or not all(isinstance(one, bool) for one in pattern):
-            raise ModelBuildError(f"{file.path}: metadata {key!r} is not an array of {layers} booleans")
-        return tuple(found * one for one in pattern)
-    period = architecture.window_period if key not in file.metadata else file.integer(key)
+    period = file.integer(key) if file.has(key) else architecture.window_period
     return tuple(0 if period and layer % period == period - 1 else found for layer in range(layers))
 
 

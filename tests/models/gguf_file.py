@@ -39,7 +39,9 @@ CONFIGS = {
         qk_norm=True,
         rope_factors=(8.0,) * 16,
     ),
-    "gemma3, pattern": replace(_HALVES, **_LOCAL, windows=(0, 4), local_rope_theta=500.0, qk_norm=True),
+    "gemma3, period": replace(
+        _HALVES, **_LOCAL, num_hidden_layers=3, windows=(4, 0, 4), local_rope_theta=500.0, qk_norm=True
+    ),
     "granite": replace(
         CONFIG, embedding_scale=12.0, residual_scale=0.22, attention_scale=0.125, logit_scale=0.125
     ),
@@ -50,10 +52,9 @@ CONFIGS = {
     "phi3, short factors": replace(
         _HALVES,
         num_key_value_heads=4,
-        head_dim=32,
-        rotary_dim=16,
+        rotary_dim=8,
         rope_style="partial",
-        rope_factors=FACTORS,
+        rope_factors=FACTORS[:4],
         rope_magnitude=1.25,
         max_position_embeddings=512,
     ),
@@ -62,7 +63,7 @@ CONFIGS = {
 METADATA = {
     "gemma2": {"gemma2.attn_logit_softcapping": 5.0, "gemma2.final_logit_softcapping": 3.0},
     "gemma3": {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0},
-    "gemma3, pattern": {"gemma3.attention.sliding_window_pattern": [False, True], "gemma3.rope.freq_base_swa": 500.0},
+    "gemma3, period": {"gemma3.attention.sliding_window_pattern": 2, "gemma3.rope.freq_base_swa": 500.0},
     "granite": {
         "granite.embedding_scale": 12.0,
         "granite.residual_scale": 0.22,
@@ -192,7 +193,7 @@ def in_file(weights, architecture, config):
             found[f"{prefix}.attn_qkv.weight"] = np.concatenate(parts)
             gate, up = (found.pop(f"{prefix}.ffn_{part}.weight") for part in ("gate", "up"))
             found[f"{prefix}.ffn_up.weight"] = np.concatenate([gate, up])
-    if config.rope_factors == FACTORS:
+    if config.rope_factors in (FACTORS, FACTORS[:4]):
         kind = "freqs" if config.rope_style == "interleaved" else "factors_short"
         found[f"rope_{kind}.weight"] = np.array(config.rope_factors, np.float32)
     return found
