@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -89,7 +89,7 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
     ) -> list[ir.Value]:
         """Return the output, present key and present value of attention."""
         graph, config, prefix = self.graph, self.config, f"model.layers.{layer}.self_attn"
-        separate, rotation = layer in self.separate_qkv, self.rotary_tables(layer)
+        rotation = self.rotary_tables(layer)
         attributes: dict[str, float] = {}
         if config.window(layer):
             attributes["local_window_size"] = config.window(layer)
@@ -99,7 +99,7 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
             attributes["softcap"] = float(config.attention_softcap)
         context = graph.node(
             "GroupQueryAttention",
-            *(self.query_key_value(hidden, prefix) if separate else (self.packed_qkv(hidden, prefix), None, None)),
+            *self.operands(hidden, layer),
             *past,
             *lengths,
             *rotation,
@@ -135,6 +135,16 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
         """Return the RMS normalization of x."""
         weight, epsilon = self.weight(key), self.config.rms_norm_eps
         return self.graph.node("SimplifiedLayerNormalization", x, weight, axis=-1, epsilon=epsilon)
+
+    def operands(self, hidden: ir.Value, layer: int) -> Sequence[ir.Value | None]:
+        """Return query, key and value, or one value with all three. All layers return the same kind."""
+        prefix = f"model.layers.{layer}.self_attn"
+        if layer not in self.separate_qkv:
+            return self.packed_qkv(hidden, prefix), None, None
+        found = self.query_key_value(hidden, prefix)
+        if len(self.separate_qkv) == self.config.num_hidden_layers:
+            return found
+        return self.graph.node("Concat", *found, axis=2), None, None
 
     def packed_qkv(self, hidden: ir.Value, prefix: str) -> ir.Value:
         """Return query, key and value from one linear layer."""

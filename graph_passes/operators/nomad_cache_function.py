@@ -61,7 +61,8 @@ class CacheUses:
     softcap: bool = False  # some nodes set this attribute
     reproducible: bool = False  # some nodes set this attribute
     lengths: bool = True  # some nodes have this input
-    rotary: bool = False  # all nodes have cos and sin, or no node does
+    rotary: bool = False  # some nodes have cos and sin
+    unrotated: bool = False  # some nodes have no cos and sin: a float 0 of shape [1] replaces each
     # Keys are codes, values are int8, and all caches are padded to one width that fits rows of both kinds.
     equal_rows: bool = False
     exact_keys: bool = False  # all nodes have past_exact_key, window and sinks, or no node does; needs d_sub > 0
@@ -227,10 +228,16 @@ class _CachedAttention:
         body, op = self._body, self._body.op
         row = op("Range", body.integer(0), self._queries, body.integer(1))
         positions = op("Add", op("Unsqueeze", op("Add", self._past, self._prompt), body.ints(1)), row)
-        cos, sin = (
-            op("Unsqueeze", op("Gather", self._inputs[name], positions, axis=0), body.ints(1)) for name in _ROTARY
-        )
-        return turned_pairs(body, x, cos, sin, self._head_dim, axis=3)
+        tables, is_missing = [self._inputs[name] for name in _ROTARY], None
+        if self._uses.unrotated:
+            # The constants of nodes without rotary embedding are read as tables of one position and one angle.
+            is_missing = op("Equal", op("Size", tables[0]), body.integer(1))
+            width = op("Where", is_missing, body.integer(1), op("Div", self._head_dim, body.integer(2)))
+            tables = [op("Reshape", table, body.shape(-1, width)) for table in tables]
+            positions = op("Where", is_missing, body.integer(0), positions)
+        cos, sin = (op("Unsqueeze", op("Gather", table, positions, axis=0), body.ints(1)) for table in tables)
+        turned = turned_pairs(body, x, cos, sin, self._head_dim, axis=3)
+        return turned if is_missing is None else op("Where", is_missing, x, turned)
 
     def _joined(self, past: ir.Value, new: ir.Value, dtype: DTypeLike = np.float32) -> ir.Value:
         """Return each sequence's past tokens, then the new ones, then zeros; [B, KV, total, row]."""

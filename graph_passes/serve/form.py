@@ -154,7 +154,7 @@ class _Form:
     def find(self, context: int | None) -> list[_Cached]:
         """Return the attentions of all caches. Raises ModelError if a cache has another reader that computes values."""
         found: list[_Cached] = []
-        windows: dict[ir.Value | None, int] = {}
+        windows: dict[tuple[ir.Value, bool], int] = {}
         for past in self._graph.inputs:
             parts = (past.name or "").split(".")
             if not (past.name or "").startswith(_PAST):
@@ -169,10 +169,12 @@ class _Form:
             if parts[-1] == "value":
                 continue
             mask = input_of(readers[0], CACHE_INPUTS, "mask")
-            mask = mask if is_given(mask) else None
-            if mask not in windows:
-                windows[mask] = 0 if mask is None else read_window(mask, self._name, context)
-            cached = _Cached(readers[0], parts[1], windows[mask])
+            window, is_causal = 0, readers[0].attributes["causal"].as_int() == 1
+            if mask is not None and is_given(mask):
+                if (mask, is_causal) not in windows:
+                    windows[mask, is_causal] = read_window(mask, self._name, context, is_causal)
+                window = windows[mask, is_causal]
+            cached = _Cached(readers[0], parts[1], window)
             self._check(cached)
             found.append(cached)
         return found

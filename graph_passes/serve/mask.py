@@ -20,13 +20,14 @@ _LONGEST = 1 << 16  # tokens with which windows are looked for, if the model has
 _CALLS = ((0, 1), (0, 7), (5, 1), (11, 6))
 
 
-def read_window(mask: ir.Value, name: str, context: int | None) -> int:
+def read_window(mask: ir.Value, name: str, context: int | None, is_causal: bool = False) -> int:
     """Return the number of latest keys that a token sees, its own included; 0: all.
 
     Args:
         mask: The value that attention adds to its scores, computed from the inputs of a decoder with a cache.
         name: The model's name in error messages.
         context: The most tokens of a sequence; None: unknown.
+        is_causal: The attention hides later tokens itself.
 
     Raises:
         ModelError: The mask is not causal, with or without a window.
@@ -38,7 +39,8 @@ def read_window(mask: ir.Value, name: str, context: int | None) -> int:
     for past, tokens in (*_CALLS, (longest, 1), (max(window - 2, 0), 5)):
         query, key = np.arange(past, past + tokens)[:, None], np.arange(past + tokens)
         expected = (key <= query) & ((key > query - window) | (window == 0))
-        if not np.array_equal(run.rows(past, tokens), expected):
+        seen_keys = run.rows(past, tokens) & (key <= query) if is_causal else run.rows(past, tokens)
+        if not np.array_equal(seen_keys, expected):
             raise ModelError(
                 f"mask {mask.name!r} of {name} is not causal for {tokens} tokens after {past}: expected each token to "
                 "see itself and the tokens before it, with or without a window; such a model cannot be served"

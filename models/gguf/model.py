@@ -135,10 +135,10 @@ def _check_tensors(
     """Check that all tensors exist and have the right shapes. Errors use the names in the file."""
     missing = [key for key in expected if key not in weights]
     if missing:
+        first = _gguf_name(missing[0], layer_weights(ARCHITECTURES[name]))
         raise ModelBuildError(
             f"{file.path} lacks {len(missing)} of the {len(expected)} tensors of a decoder of architecture {name!r}, "
-            f"such as {_gguf_name(missing[0], layer_weights(ARCHITECTURES[name]))!r}; download it again, or merge the parts of a split file first "
-            "(llama-gguf-split --merge)"
+            f"such as {first!r}; download it again, or merge the parts of a split file first (llama-gguf-split --merge)"
         )
     for key, shape in expected.items():
         if weights[key].shape != shape:
@@ -206,7 +206,9 @@ def _read_config(
         head_dim=head_dim,
         rms_norm_eps=_decimal(file.positive(f"{name}.attention.layer_norm_rms_epsilon")),
         rope_theta=rotary.theta,
-        rope_style="partial" if rotary.dim < head_dim and architecture.rope_style == "half" else architecture.rope_style,
+        rope_style="partial"
+        if rotary.dim < head_dim and architecture.rope_style == "half"
+        else architecture.rope_style,
         rotary_dim=rotary.dim if rotary.dim < head_dim else None,
         tie_word_embeddings=f"{_HEAD}.weight" not in weights,
         max_position_embeddings=rotary.context,

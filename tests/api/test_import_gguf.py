@@ -22,6 +22,7 @@ from ..models.llama_reference import reference_llama
 pytest.importorskip("tokenizers")
 
 IDS = np.random.default_rng(3).integers(0, len(TOKENS), 9)
+MIXED = ["Q8_0", "Q5_0", "Q5_0", "Q4_0", "Q4_1", "Q4_1", "Q4_0", "Q4_0", "Q4_1", "Q4_0"]
 FILES = [
     *("config.json", "genai_config.json", "generation_config.json", "libortolan_ops.so", "model.onnx"),
     *("model.onnx.data", "tokenizer.json", "tokenizer_config.json"),
@@ -77,7 +78,7 @@ def test_types(tmp_path: Path, kind: str) -> None:
 
 def test_mixed_types(tmp_path: Path) -> None:
     """Query, key and value layers are joined only if their weights have the same type."""
-    run(tmp_path, kinds=["Q8_0", "Q5_0", "Q5_0", "Q4_0", "Q4_1", "Q4_1", "Q4_0", "Q4_0", "Q4_1", "Q4_0"], table="Q8_0")
+    run(tmp_path, kinds=MIXED, table="Q8_0")
     names = nodes(tmp_path / "folder")
     assert names["/model/layers.0/self_attn/qkv_proj/MatMul"] == "W8A8MatMul"
     assert names["/model/layers.1/self_attn/q_proj/MatMul"] == names["/model/layers.1/self_attn/k_proj/MatMul"]
@@ -118,15 +119,23 @@ def test_sizes(tmp_path: Path) -> None:
     assert layer.bytes_before == layer.bytes_after == 64 * 64 // 32 * 20
 
 
-def test_the_form_for_serving(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("llama", ["Q4_1"]), ("llama", MIXED), ("gemma3", MIXED), ("smollm3", MIXED)]
+)
+def test_the_form_for_serving(tmp_path: Path, name: str, kinds: list[str]) -> None:
     """The folder's configuration names the inputs and outputs of the form for serving, for GenAI's Engine."""
-    write(tmp_path / "model.gguf", CONFIGS["llama"], table="Q8_0")
+    config = CONFIGS[name]
+    write(tmp_path / "model.gguf", config, architecture=name, kinds=kinds, table="Q8_0", metadata=METADATA.get(name))
     ortolan.import_gguf(tmp_path / "model.gguf", tmp_path / "folder", serve=True)
+    graph = onnx.load(tmp_path / "folder/model.onnx", load_external_data=False).graph
+    nodes = [node for node in graph.node if node.op_type == "PagedNoMADAttention"]
+    windows = [next(one.i for one in node.attribute if one.name == "window") for node in nodes]
+    assert tuple(windows) == (config.windows or (0,) * config.num_hidden_layers)
     content = json.loads((tmp_path / "folder/genai_config.json").read_text())
     assert content["engine"]["dynamic_batching"]["block_size"] == 16
     decoder, session = content["model"]["decoder"], ortolan.create_session(tmp_path / "folder")
     for part, values in (("inputs", session.get_inputs()), ("outputs", session.get_outputs())):
-        layers = range(CONFIGS["llama"].num_hidden_layers)
+        layers = range(config.num_hidden_layers)
         names = {name % layer if "%d" in name else name for name in decoder[part].values() for layer in layers}
         assert names == {value.name for value in values}
     assert (tmp_path / "folder" / decoder["session_options"]["custom_ops_library"]).is_file()

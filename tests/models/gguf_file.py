@@ -42,9 +42,7 @@ CONFIGS = {
     "gemma3, period": replace(
         _HALVES, **_LOCAL, num_hidden_layers=3, windows=(4, 0, 4), local_rope_theta=500.0, qk_norm=True
     ),
-    "granite": replace(
-        CONFIG, embedding_scale=12.0, residual_scale=0.22, attention_scale=0.125, logit_scale=0.125
-    ),
+    "granite": replace(CONFIG, embedding_scale=12.0, residual_scale=0.22, attention_scale=0.125, logit_scale=0.125),
     "smollm3": replace(CONFIG, num_hidden_layers=5, no_rope_layers=(3,)),
     "qwen2, window": replace(_HALVES, qkv_bias=True, windows=(5, 5)),
     "qwen2, yarn": replace(_HALVES, qkv_bias=True, rope_factors=YARN, rope_magnitude=1 + 0.1 * np.log(4.0)),

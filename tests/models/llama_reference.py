@@ -88,7 +88,9 @@ def reference_llama(w: dict[str, np.ndarray], config: LlamaConfig, ids: np.ndarr
         group = config.num_attention_heads // config.num_key_value_heads
         contexts = []
         for head in range(config.num_attention_heads):
-            scores = capped(rotate(q[head], layer) @ rotate(k[head // group], layer).T * scale, config.attention_softcap)
+            scores = capped(
+                rotate(q[head], layer) @ rotate(k[head // group], layer).T * scale, config.attention_softcap
+            )
             window = config.windows[layer] if config.windows else 0
             scores[(distance < 0) | (distance >= (window or len(ids)))] = -np.inf
             weights = np.exp(scores - scores.max(-1, keepdims=True))

@@ -78,7 +78,10 @@ def test_factors_of_long_texts_end_the_context(tmp_path):
         ({"llama.rope.scaling.type": "yarn"}, "has no metadata 'llama.rope.scaling.factor'"),
         ({"llama.expert_count": 8}, "llama.expert_count = 8, which is not supported for architecture 'llama'"),
         ({"llama.logit_scale": 8.0}, "llama.logit_scale = 8.0, which is not supported for architecture 'llama'"),
-        ({"llama.attention.sliding_window": 8, "llama.attention.sliding_window_pattern": [True]}, "is an array, expected"),
+        (
+            {"llama.attention.sliding_window": 8, "llama.attention.sliding_window_pattern": [True]},
+            "is an array, expected",
+        ),
         ({"llama.attention.value_length": 8}, "value_length is 8, expected 16"),
         ({"llama.rope.dimension_count": 18}, "dimension_count is 18, expected an even number up to 16"),
         ({"llama.embedding_length": "wide"}, "'llama.embedding_length' is 'wide', expected an integer"),

@@ -170,6 +170,18 @@ def test_windows_become_masks(window: int, layers: range) -> None:
     assert generate(Decoder(session(found), cache_length=64), ids, 30) == expected
 
 
+@pytest.mark.parametrize("form", ["packed", "separate"])
+def test_some_layers_without_rotary_embedding(form: str) -> None:
+    model = llama("gqa", no_rope_layers=(1,), qk_norm=form == "separate")
+    found, report = fused(model)
+    assert op_types(found).count("NoMADAttention") == LAYERS and report.portable
+    cuts = (70, 71, 72)
+    np.testing.assert_allclose(decode(found, cuts), decode(model, cuts), atol=2e-5)
+    feeds = prompt(model, tokens=20)
+    for one, other in zip(run(found, feeds, library=False), run(model, feeds), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
 @pytest.mark.parametrize(
     ("model", "kind", "reason"),
     [

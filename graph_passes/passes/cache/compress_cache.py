@@ -348,7 +348,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         neutral = dict.fromkeys(("mask", "key", "value", "cos", "sin", "past_exact_key"), nothing)
         neutral |= {"codebooks": np.zeros(0, np.float32), "lengths": np.zeros(0, np.int32)}
         # An ONNX function cannot test whether an input is present, so all are given.
-        needed = INPUTS[: INPUTS.index("lengths") + 1] if uses is not None and context.portable else ()
+        needed = INPUTS[: INPUTS.index("sin" if uses.rotary else "lengths") + 1] if uses and context.portable else ()
         fill_missing(nodes, INPUTS, needed, lambda _: neutral, lambda name: context.new_name(model, name))
         if context.caches.prompt is not None:
             _rename_lengths(model)
@@ -441,16 +441,16 @@ def _find_uses(
         shape = dims[match.node.graph].shape
         return frozenset(name for name, value in given.items() if len(shape(value) or ()) == 4)
 
-    kinds = {(match.key is None, match.cos is not None) for match in chosen}
+    kinds = {match.key is None for match in chosen}
     if len(kinds) > 1:
         return None
-    packed, rotary = kinds.pop()
+    rotated = sum(match.cos is not None for match in chosen)
     layouts = [by_heads(match) for match in chosen]
     common = frozenset.intersection(*layouts)
     return CacheUses(
         d_sub=options.d_sub if options.keys == _CODES else 0,
         int8_values=options.values == _INT8,
-        packed=packed,
+        packed=kinds.pop(),
         by_heads=common,
         mixed=frozenset.union(*layouts) - common,
         mask=any(match.masks or match.window for match in chosen),
@@ -460,7 +460,8 @@ def _find_uses(
         softcap=any(match.softcap for match in chosen),
         reproducible=options.reproducible is not None,
         lengths=any(match.lengths is not None for match in chosen),
-        rotary=rotary,
+        rotary=rotated > 0,
+        unrotated=0 < rotated < len(chosen),
         equal_rows=options.equal_rows,
         exact_keys=options.window + options.sinks > 0,
         prompt=prompt_tokens > 0,
