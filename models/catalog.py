@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
-import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,28 +70,18 @@ def _build_minilm(folder: Path) -> ir.Model:
 
 
 MPNET = "all-mpnet-base-v2"
-
-
-@contextmanager
-def open_mpnet(folder: Path) -> Iterator[zipfile.ZipFile]:
-    """Open the zip archive of MPNet, which was published in several parts."""
-    with tempfile.TemporaryFile(dir=folder) as whole:
-        for part in sorted(folder.glob(f"{MPNET}.zip.*")):
-            with part.open("rb") as stream:
-                shutil.copyfileobj(stream, whole, 1 << 20)
-        with zipfile.ZipFile(whole) as archive:
-            yield archive
+MPNET_ZIP = f"{MPNET}.zip"
 
 
 def _build_mpnet(folder: Path) -> ir.Model:
     load_file = safetensors_numpy().load_file
-    with open_mpnet(folder) as archive, working_folder(folder.parent) as files:
+    with zipfile.ZipFile(folder / MPNET_ZIP) as archive, working_folder(folder.parent) as files:
         config, weights = (archive.extract(f"{MPNET}/{name}", files) for name in ("config.json", "model.safetensors"))
         return build_mpnet(load_file(weights), MpnetConfig.from_json(config), name=MPNET)
 
 
 def _write_mpnet_tokenizer(folder: Path, path: Path) -> None:
-    with open_mpnet(folder) as archive:
+    with zipfile.ZipFile(folder / MPNET_ZIP) as archive:
         path.write_bytes(archive.read(f"{MPNET}/tokenizer.json"))
 
 
@@ -210,6 +197,7 @@ def _builders_digest() -> str:
         *("graph_builder.py", "encoder.py", "bert.py", "mpnet.py"),
         *("llama.py", "llama_config.py", "llama_graph.py", "llama_gqa.py", "llama2c.py"),
         *("gguf/header.py", "gguf/file.py", "gguf/model.py", "gguf/tokenizer.py"),
+        *("gguf/architectures.py", "gguf/rotary.py"),
     )
     sources = b"".join((folder / module).read_bytes() for module in modules)
     return hashlib.sha256(sources).hexdigest()[:8]

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import shutil
+import zipfile
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import OrtolanError
-from .catalog import MPNET, open_mpnet, safetensors_numpy
+from .catalog import MPNET, MPNET_ZIP, safetensors_numpy
 from .fetch import Progress, fetch
 from .gguf import read_gguf, read_gguf_tokenizer
 from .gguf.side_files import config_fields
@@ -67,7 +68,7 @@ def write_checkpoint(
             shutil.copyfile(source / file, target / file)
         _write_json(target / "tokenizer_config.json", {"tokenizer_class": "BertTokenizerFast", **_BERT_TOKENS})
     elif name == MPNET:
-        with open_mpnet(source) as archive:
+        with zipfile.ZipFile(source / MPNET_ZIP) as archive:
             for file in _MPNET_FILES:
                 with archive.open(f"{MPNET}/{file}") as member, (target / file).open("wb") as out:
                     shutil.copyfileobj(member, out)

@@ -141,7 +141,7 @@ def _check_sha256(archive: Path, package: Package) -> None:
 
 def _extract(archive: Path, package: Package, folder: Path) -> None:
     for file in package.files:
-        with _open_member(archive, file.member) as member, (folder / file.name).open("wb") as out:
+        with _open_member(archive, file.member) as member, (folder / file.name).open("ab") as out:
             _skip(member, file.offset)
             written = _copy(member, out, file)
             # A rename survives power loss only if the data are already on disk.
@@ -190,7 +190,7 @@ def _copy(stream: IO[bytes], out: IO[bytes], file: ManifestFile) -> int:
 
 def _is_complete(folder: Path, entry: ModelEntry) -> bool:
     try:
-        return all((folder / file.name).stat().st_size == file.size for file in entry.files)
+        return all((folder / name).stat().st_size == size for name, size in entry.sizes.items())
     except OSError:
         return False
 

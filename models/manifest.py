@@ -20,7 +20,10 @@ class ManifestError(OrtolanError):
 
 @dataclass(frozen=True)
 class ManifestFile:
-    """One file to extract from an archive: `size` bytes of `member`, starting at `offset`, are written as `name`."""
+    """One file to extract from an archive: `size` bytes of `member`, starting at `offset`, are written as `name`.
+
+    Files of one name are parts of one file and joined in manifest order.
+    """
 
     name: str
     member: str
@@ -65,6 +68,14 @@ class ModelEntry:
     def files(self) -> tuple[ManifestFile, ...]:
         """The files of all packages, in manifest order."""
         return tuple(file for package in self.packages for file in package.files)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each extracted file, by name."""
+        found: dict[str, int] = {}
+        for file in self.files:
+            found[file.name] = found.get(file.name, 0) + file.size
+        return found
 
     @property
     def digest(self) -> str:

@@ -112,8 +112,7 @@ class EmbeddingsPass(RecipePass):
 
     def _why_not(self, embedding: Embedding, linears: dict[ir.Node, Linear]) -> str | None:
         context = self.context
-        table = embedding.table()
-        if not (np.isfinite(table.max()) and np.isfinite(table.min())):
+        if not _is_finite(embedding.table()):  # the table is not kept: that of a large vocabulary takes gigabytes
             return "it holds NaN or infinity"
         for node in embedding.other_readers():
             linear = linears.get(node) if node is not None else None
@@ -173,6 +172,10 @@ class EmbeddingsPass(RecipePass):
         if self.options.table_bits == 8:
             return Quantization(8, None)
         return Quantization(4, GROUP_SIZES[0], symmetric=False, fractions=True)
+
+
+def _is_finite(table: np.ndarray) -> bool:
+    return bool(np.isfinite(table.max()) and np.isfinite(table.min()))
 
 
 class _Rows:

