@@ -29,10 +29,11 @@ _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LETTERS = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+_LETTERS = (  # a word in lower case, perhaps with capitals before; or capitals, perhaps with lower case after
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
 )
+_PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,10 @@ class _Splitting:
     begins: bool = False
 
 
-_LLAMA3 = _Splitting((f"{_CONTRACTIONS}|{_WORDS}|{_DIGIT}{{1,3}}|{_SIGNS}|{_SPACES}",), whole_words=True, begins=True)
-_TEKKEN = _Splitting(
-    (f"{_LETTERS}|{_DIGIT}| ?[^\\s\\p{{L}}\\p{{N}}]+[\\r\\n/]*|{_SPACES}",), whole_words=True, begins=True
-)
+_THREE_DIGITS = f"{_CONTRACTIONS}|{_WORDS}|{_DIGIT}{{1,3}}|{_SIGNS}|{_SPACES}"
+_LLAMA3 = _Splitting((_THREE_DIGITS,), whole_words=True, begins=True)
+_CASED = "|".join(f"{word}{_CONTRACTIONS}?" for word in _LETTERS)
+_TEKKEN = _Splitting((f"{'|'.join(_LETTERS)}|{_DIGIT}|{_PATHS}|{_SPACES}",), whole_words=True, begins=True)
 _QWEN2 = _Splitting((f"{_CONTRACTIONS}|{_WORDS}|{_DIGIT}|{_SIGNS}|{_SPACES}",))
 # Maps values of tokenizer.ggml.pre to pre-tokenizers.
 _SPLITTINGS: Mapping[str, _Splitting] = {
@@ -61,6 +62,11 @@ _SPLITTINGS: Mapping[str, _Splitting] = {
     "default": _Splitting((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}")),
     "gpt-2": _Splitting((_GPT2,)),
     "smollm": _Splitting((_DIGIT, _GPT2)),
+    "refact": _Splitting((_DIGIT, _GPT2)),  # Granite
+    "starcoder": _Splitting((_DIGIT, _GPT2)),
+    "smaug-bpe": _Splitting((_THREE_DIGITS,)),  # SmolLM3
+    "dbrx": _Splitting((_THREE_DIGITS,)),  # Phi-4
+    "gpt-4o": _Splitting((f"{_CASED}|{_DIGIT}{{1,3}}|{_PATHS}|{_SPACES}",)),  # Phi-4-mini
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,

@@ -50,6 +50,10 @@ def test_control_tokens(tokenizer):
         ("llama-bpe", "IT'S 12345\n\nx", ["IT", "'S", " ", "123", "45", "\n\n", "x"]),
         ("qwen2", "(ok) 12", ["(ok", ")", " ", "1", "2"]),
         ("tekken", "camelCase /a", ["camel", "Case", " /", "a"]),
+        ("refact", "it's 123", ["it", "'s", " ", "1", "2", "3"]),
+        ("smaug-bpe", "IT'S 12345\n\nx", ["IT", "'S", " ", "123", "45", "\n\n", "x"]),
+        ("dbrx", "(ok) 1234", ["(ok", ")", " ", "123", "4"]),
+        ("gpt-4o", "it'S camelCase 1234 //\n/a", ["it'S", " camel", "Case", " ", "123", "4", " //\n/", "a"]),
     ],
 )
 def test_how_text_is_split(tmp_path, pre, text, parts):
@@ -60,7 +64,8 @@ def test_how_text_is_split(tmp_path, pre, text, parts):
 
 
 @pytest.mark.parametrize(
-    ("pre", "begins"), [("llama-bpe", True), ("tekken", True), ("qwen2", False), ("smollm", False)]
+    ("pre", "begins"),
+    [("llama-bpe", True), ("tekken", True), ("qwen2", False), ("smollm", False), ("smaug-bpe", False)],
 )
 def test_what_a_text_begins_with(tmp_path, pre, begins):
     write(tmp_path / "model.gguf", pre=pre)
