@@ -9,8 +9,8 @@ import argparse
 import json
 import os
 import shutil
-import zipfile
 import sys
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

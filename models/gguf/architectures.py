@@ -1,4 +1,4 @@
-"""What the architectures of GGUF files have in common with Llama, and what not."""
+"""Differences of the architectures of GGUF files from Llama."""
 
 from __future__ import annotations
 

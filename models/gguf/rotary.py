@@ -81,8 +81,8 @@ def _tensor(weights: Mapping[str, StoredWeight], name: str, dim: int) -> np.ndar
 def _yarn(file: GgufFile, name: str, theta: float, dim: int) -> tuple[np.ndarray, float]:
     """Return the factors and the magnitude of YaRN.
 
-    Frequencies that turn more than `fast` times within the original context stay; those that turn less than `slow`
-    times are divided by the factor; those between are blended. Reference: YaRN, section 3.2 (arXiv 2309.00071).
+    Pairs that turn more than `fast` times within the original context stay. Pairs that turn less than `slow` times are
+    divided by the factor. Between these, both are blended. Reference: YaRN, section 3.2 (arXiv 2309.00071).
     """
     prefix = f"{name}.rope.scaling"
     if file.metadata.get(f"{prefix}.yarn_log_multiplier"):
