@@ -130,6 +130,11 @@ def test_a_shared_buffer_and_generate(form: str) -> None:
         assert generate(shared, list(TEXT), 12) == expected
 
 
+def test_a_window_that_hides_a_part_of_the_prompt() -> None:
+    with pytest.raises(ModelError, match="its window of 16 tokens can hide a part of the prompt"):
+        optimize(llama("gqa", windows=(0, 16)))
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_padding_behind_the_prompt(form: str, padding: str) -> None:
