@@ -64,6 +64,19 @@ def test_windows_shorter_than_the_context(tmp_path, window, found):
     assert read_model(tmp_path / "model.gguf").config.windows == found
 
 
+def test_granite_without_rotary_embedding(tmp_path):
+    metadata = {**METADATA["granite"], "granite.rope.scaling.finetuned": False}
+    write(tmp_path / "model.gguf", CONFIGS["granite"], architecture="granite", metadata=metadata)
+    assert read_model(tmp_path / "model.gguf").config.no_rope_layers == (0, 1)
+
+
+@pytest.mark.parametrize(("layers", "scale"), [(1, None), (62, 0.25)])
+def test_gemma3_of_27b_scales_attention_by_its_width(tmp_path, layers, scale):
+    config = replace(CONFIGS["gemma3"], num_hidden_layers=layers, windows=None, intermediate_size=32)
+    write(tmp_path / "model.gguf", config, architecture="gemma3")
+    assert read_model(tmp_path / "model.gguf").config.attention_scale == scale
+
+
 def test_factors_of_long_texts_end_the_context(tmp_path):
     name = "phi3, short factors"
     write(tmp_path / "model.gguf", CONFIGS[name], architecture="phi3", metadata=METADATA[name])
