@@ -13,6 +13,7 @@ import numpy as np
 from ortolan.graph_passes.names import PROMPT_KEY
 
 from .errors import ArgumentError, ArgumentTypeError, OrtolanError, wrong_type
+from .rewinding import Rewinder
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -45,7 +46,12 @@ class Decoder:
     """
 
     def __init__(
-        self, session: ort.InferenceSession, cache_length: int | None = None, head_size: int | None = None
+        self,
+        session: ort.InferenceSession,
+        cache_length: int | None = None,
+        head_size: int | None = None,
+        *,
+        rewindable: int = 0,
     ) -> None:
         """Create a decoder with an empty cache.
 
@@ -56,10 +62,14 @@ class Decoder:
                 int64 [batch, sequence]; outputs logits [batch, sequence, vocabulary], present.N.key and .value.
             cache_length: The capacity of a shared cache, for graphs that support it (`shares_cache`). None: the cache
                 grows.
-            head_size: The head size of the cache, if the inputs leave it open (`read_head_size`).
+            head_size: The head size of the cache, if the inputs leave it open (`read_head_size`). `rewind` needs it if
+                pass compress_cache has padded the rows (equal_rows).
+            rewindable: The number of latest tokens that `rewind` can remove if the model has exact keys. Each step then
+                copies the exact keys that it replaces. Other shared caches can be rewound to any length.
 
         Raises:
-            ArgumentTypeError: `session` is not a session.
+            ArgumentTypeError: `session` is not a session, or `rewindable` is not an integer.
+            ArgumentError: `rewindable` is negative, or above 0 for a cache that cannot be rewound.
             OrtolanError: The session has other inputs, or no cache of known size.
         """
         if not hasattr(session, "run_with_iobinding"):
@@ -96,7 +106,13 @@ class Decoder:
         self.length = 0
         # Masks and positions count the tokens of a prompt that is part of the model, although the cache does not hold
         # them.
-        self.prompt_tokens = int(session.get_modelmeta().custom_metadata_map.get(PROMPT_KEY, 0))
+        self._metadata = session.get_modelmeta().custom_metadata_map
+        self.prompt_tokens = int(self._metadata.get(PROMPT_KEY, 0))
+        if not isinstance(rewindable, Integral):
+            raise wrong_type("rewindable", rewindable, "an integer, 0 or more")
+        if rewindable < 0 or (rewindable and cache_length is None):
+            raise ArgumentError(f"rewindable is {rewindable}, expected 0, or more with a cache_length (a shared cache)")
+        self._head_size, self._rewindable = head_size, rewindable
         self.reset()
 
     def reset(self) -> None:
@@ -127,13 +143,17 @@ class Decoder:
     def rewind(self, length: int) -> None:
         """Keep only the first `length` tokens of a shared cache.
 
+        The cache is then the same as if the sequence had never had the other tokens.
+
         Raises:
-            ArgumentError: The cache grows, stores its latest tokens separately (exact keys), or has fewer tokens.
+            ArgumentError: The cache grows or has fewer tokens, its layout is unknown, or the exact keys that it needs
+                were not kept (`rewindable`). The cache is unchanged.
         """
-        if self.cache_length is None or any(tokens != self.cache_length for _, tokens, _, _ in self._caches):
-            raise ArgumentError("only a shared cache without exact keys of its latest tokens can be rewound; use reset")
+        if self._rewinder is None:
+            raise ArgumentError("only a shared cache can be rewound; give Decoder a cache_length, or use reset")
         if not 0 <= length <= self.length:
             raise ArgumentError(f"length is {length}, expected 0 to the cache's {self.length} tokens")
+        self._rewinder.rewind(self.length, length)
         self.length = length
 
     def _hold(self, arrays: Sequence[np.ndarray], length: int) -> None:
@@ -142,7 +162,11 @@ class Decoder:
         self.length = length
         self._binding: Any = self.session.io_binding()
         self._values: list[Any] = [ort.OrtValue.ortvalue_from_numpy(array) for array in arrays]
+        self._rewinder: Rewinder | None = None
         if self.cache_length is not None:
+            # On CPUs the values share the arrays' memory, so a rewind writes to what the session reads.
+            named = dict(zip(self._past, arrays, strict=True))
+            self._rewinder = Rewinder(named, self.cache_length, self._metadata, self._head_size, self._rewindable)
             for past, present, value in zip(self._past, self._present, self._values, strict=True):
                 self._binding.bind_ortvalue_input(past, value)
                 self._binding.bind_ortvalue_output(present, value)
@@ -191,6 +215,8 @@ class Decoder:
             for past, present, value in zip(self._past, self._present, self._values, strict=True):
                 binding.bind_ortvalue_input(past, value)
                 binding.bind_output(present, "cpu")
+        if self._rewinder is not None:
+            self._rewinder.before_step(self.length, total)
         self.session.run_with_iobinding(binding)
         if self.cache_length is None:
             # Outputs are returned in the order in which they were first bound; the logits are the first.
