@@ -15,7 +15,8 @@
 // Y of padding is unspecified, but not NaN if the inputs are finite. Padding is not appended, and only padding sees it.
 // Unused bytes of a present cache keep the contents of a shared buffer, and are 0 otherwise.
 //
-// A cache of codes cannot be truncated, because full blocks have another layout: lengths may decrease only to restart.
+// Lengths may decrease to restart, or if the host has converted the block that becomes incomplete to rows, and has
+// restored the exact keys that the ring has lost (src/ortolan/rewinding.py).
 //
 // If both caches are u8, they may share a width W above their rows', for hosts that allocate all caches alike:
 // [B, KV, P, W]. The rows of a head are contiguous from its first byte on and use P row bytes of its P W.

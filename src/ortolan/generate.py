@@ -112,7 +112,8 @@ class Decoder:
             raise wrong_type("rewindable", rewindable, "an integer, 0 or more")
         if rewindable < 0 or (rewindable and cache_length is None):
             raise ArgumentError(f"rewindable is {rewindable}, expected 0, or more with a cache_length (a shared cache)")
-        self._head_size, self._rewindable = head_size, rewindable
+        self._head_size: int | None = head_size
+        self._rewindable: int = rewindable
         self.reset()
 
     def reset(self) -> None:

@@ -178,7 +178,7 @@ def _cache_passes(metadata: Mapping[str, str]) -> list[dict[str, Any]]:
 
 @dataclass
 class _Ring:
-    """Exact keys [1, heads, sinks + window, head_dim], and copies of those that later tokens have replaced."""
+    """Exact keys [1, heads, sinks + window, head_dim], and copies of the keys that later tokens have replaced."""
 
     keys: np.ndarray
     window: int

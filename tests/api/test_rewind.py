@@ -224,22 +224,20 @@ def test_arguments() -> None:
         Decoder(runner).rewind(0)
 
 
-@pytest.mark.parametrize("d_sub", [1, 2, 4])
-@pytest.mark.parametrize("head_dim", [16, 48, 80, 128, 144])
-def test_blocks_become_the_rows_that_they_were_made_of(head_dim: int, d_sub: int) -> None:
+@pytest.mark.parametrize("head_dim", [16, 48, 64])
+def test_blocks_become_the_rows_that_they_were_made_of(head_dim: int) -> None:
     rng = np.random.default_rng(0)
     keys, values = rng.standard_normal((2, 3, 32, head_dim), np.float32)
-    books = rng.standard_normal((head_dim // d_sub, 16, d_sub), np.float32)
-
-    def caches(tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        codes = np.zeros((3, 32, head_dim // d_sub // 2), np.uint8)
-        quantized = np.zeros((3, 32, 2 + head_dim), np.uint8)
+    for d_sub in (1, 2, 4):
+        books = rng.standard_normal((head_dim // d_sub, 16, d_sub), np.float32)
+        rows, block = (np.zeros((3, 32, head_dim // d_sub // 2), np.uint8) for _ in range(2))
         for head in range(3):
-            _native.append_keys(codes[head], 0, keys[head, :tokens], books)
-            _native.append_values(quantized[head], 0, values[head, :tokens])
-        return codes, quantized
-
-    rows, blocks = caches(31), caches(32)
-    for to_rows, row, block in zip((key_block_to_rows, value_block_to_rows), rows, blocks, strict=True):
-        assert (row[:, :31] != block[:, :31]).any()
-        np.testing.assert_array_equal(to_rows(block.reshape(3, -1))[:, :31], row[:, :31])
+            _native.append_keys(rows[head], 0, keys[head, :31], books)
+            _native.append_keys(block[head], 0, keys[head], books)
+        assert (rows != block).any()
+        np.testing.assert_array_equal(key_block_to_rows(block.reshape(3, -1))[:, :31], rows[:, :31])
+    rows, block = (np.zeros((3, 32, 2 + head_dim), np.uint8) for _ in range(2))
+    for head in range(3):
+        _native.append_values(rows[head], 0, values[head, :31])
+        _native.append_values(block[head], 0, values[head])
+    np.testing.assert_array_equal(value_block_to_rows(block.reshape(3, -1))[:, :31], rows[:, :31])
