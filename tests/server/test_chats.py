@@ -19,6 +19,7 @@ from starlette.testclient import TestClient  # noqa: E402
 from ortolan.engine.grammar import GrammarTokenizer, TokenGrammar  # noqa: E402
 from ortolan.server.grammars import calls_grammar, with_thoughts  # noqa: E402
 from ortolan.server.tool_calls import QWEN_CODER  # noqa: E402
+from ortolan.server.xml_calls import parameter_types  # noqa: E402
 
 from .scripted import CHATML, END, echo, events, last_message, make_tokenizer, running, scripted_application  # noqa: E402
 
@@ -490,6 +491,26 @@ def test_a_shared_prefix_is_computed_once(http):
     for _ in range(2):
         usage = http.post("/v1/chat/completions", json=say(text, max_tokens=2)).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 17
+
+
+def test_schemas_of_calls_in_xml_that_refer_to_themselves():
+    """Each alternative is read once, though references lead to it in 1000 ** 4 ways."""
+    inner = [*({"$ref": "#/$defs/a"} for _ in range(1000)), {"const": "x"}]
+    parameters = {"properties": {"city": {"$ref": "#/$defs/a"}}, "required": ["city"], "$defs": {"a": {"anyOf": inner}}}
+    assert parameter_types(parameters, "city") == {"string"}
+    body = calls_grammar(QWEN_CODER, [{"name": "f", "parameters": parameters}], (), several=False)
+    assert '"<parameter=city>\\n" ("x")' in body
+
+
+def test_schemas_of_calls_in_xml_that_make_a_large_grammar(coder):
+    parameters = {
+        "properties": {f"p{number}": {"$ref": "#/$defs/e"} for number in range(800)},
+        "$defs": {"e": {"enum": [f"value {number}" for number in range(2000)]}},
+    }
+    tool = {"type": "function", "function": {"name": "forecast", "parameters": parameters}}
+    answer = coder.post("/v1/chat/completions", json=say("hello", tools=[tool], tool_choice="required"))
+    assert answer.status_code == 400
+    assert "the grammar of the calls has more than 262144 bytes" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -111,14 +112,17 @@ def _read(body: Fields, generator: Generator, limits: Limits, host: str) -> _Cha
         )
     if tools.must or tools.strict:
         assert folder.tool_family is not None
-        rules = calls_grammar(
-            folder.tool_family,
-            tools.functions,
-            folder.added_tokens,
-            several=tools.several,
-            optional=not tools.must,
+        form = Form(
+            "tools",
+            partial(
+                calls_grammar,
+                folder.tool_family,
+                tools.functions,
+                folder.added_tokens,
+                several=tools.several,
+                optional=not tools.must,
+            ),
         )
-        form = Form("tools", lambda: rules)
     return _Chat(
         prompt,
         form,

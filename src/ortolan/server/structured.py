@@ -31,7 +31,7 @@ class Form:
 
     Attributes:
         param: The field that asks for it.
-        rules: Returns rules with the rule `body`. It may take long, and raise ArgumentError.
+        rules: Returns rules with the rule `body`. It may take long, and raise ArgumentError or ApiError.
     """
 
     param: str

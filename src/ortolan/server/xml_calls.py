@@ -15,7 +15,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..engine.grammar import json_expression
+from ..engine.grammar import MOST_GRAMMAR_BYTES, json_expression
 from .errors import ApiError
 from .pieces import held_back
 
@@ -193,12 +193,25 @@ def parameter_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
     return _types(properties.get(key, schema.get("additionalProperties")), schema) or frozenset({"string"})
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """Return the JSON types that a schema allows; empty if it does not tell."""
+def _types(
+    schema: Any, root: Mapping[str, Any], depth: int = 0, known: dict[int, frozenset[str]] | None = None
+) -> frozenset[str]:
+    """Return the JSON types that a schema allows; empty if it does not tell.
+
+    `known` has the results by the id of a schema. References can lead to a schema in very many ways.
+    """
+    known = {} if known is None else known
+    if id(schema) not in known:
+        known[id(schema)] = frozenset()  # for references to the schema from within itself
+        known[id(schema)] = _read_types(schema, root, depth, known)
+    return known[id(schema)]
+
+
+def _read_types(schema: Any, root: Mapping[str, Any], depth: int, known: dict[int, frozenset[str]]) -> frozenset[str]:
     if not isinstance(schema, dict) or depth > _DEEPEST:
         return frozenset()
     if isinstance(reference := schema.get("$ref"), str):
-        return _types(_resolved(reference, root), root, depth + 1)
+        return _types(_resolved(reference, root), root, depth + 1, known)
     said = schema.get("type")
     if isinstance(said, str | list):
         return frozenset(one for one in ([said] if isinstance(said, str) else said) if isinstance(one, str))
@@ -206,10 +219,10 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[st
         return frozenset(_type(one) for one in (values if isinstance(values, list) else [schema["const"]]))
     for name in ("anyOf", "oneOf"):
         if isinstance(inner := schema.get(name), list):
-            found = [_types(one, root, depth + 1) for one in inner]
+            found = [_types(one, root, depth + 1, known) for one in inner]
             return frozenset().union(*found) if all(found) else frozenset()
     if isinstance(inner := schema.get("allOf"), list):
-        return next(filter(None, (_types(one, root, depth + 1) for one in inner)), frozenset())
+        return next(filter(None, (_types(one, root, depth + 1, known) for one in inner)), frozenset())
     return frozenset()
 
 
@@ -257,7 +270,7 @@ def xml_calls_rules(tools: Sequence[Mapping[str, Any]], start: str, end: str, *,
         lenient: Ignore keywords that cannot be enforced.
 
     Raises:
-        ApiError: 400 for a keyword that cannot be enforced.
+        ApiError: 400 for a keyword that cannot be enforced, or if the rules are too large.
     """
     names = " | ".join(f"function{number}" for number in range(len(tools)))
     rules = [
@@ -266,12 +279,23 @@ def xml_calls_rules(tools: Sequence[Mapping[str, Any]], start: str, end: str, *,
         f'text[lazy]: /(.|\\n)*/ "{_PARAMETER_END}"',
         f'other: "{PARAMETER}" /[^<>\\n]+/ ">\\n" text "\\n"',
     ]
+    size = 0
     for number, tool in enumerate(tools):
         given = tool.get("parameters") or {"properties": {}}
         if not lenient and (unknown := given.keys() - _OBJECT_KEYWORDS):
             raise _refusal(tool["name"], sorted(unknown)[0])
-        head = json.dumps(f"{FUNCTION}{tool['name']}>\n")
-        rules.append(f"function{number}: {head} {_parameters(tool['name'], given, lenient)}")
+        parts = [json.dumps(f"{FUNCTION}{tool['name']}>\n")]
+        for part in _parameters(tool["name"], given, lenient):
+            parts.append(part)
+            size += len(part)
+            if size > MOST_GRAMMAR_BYTES:  # many parameters may refer to one large definition
+                raise ApiError(
+                    400,
+                    f"tools: the grammar of the calls has more than {MOST_GRAMMAR_BYTES} bytes; send fewer tools, or "
+                    "simpler schemas",
+                    param="tools",
+                )
+        rules.append(f"function{number}: {' '.join(parts)}")
     return "\n".join(rules) + "\n"
 
 
@@ -284,47 +308,60 @@ def _refusal(tool: str, keyword: str) -> ApiError:
     )
 
 
-def _parameters(tool: str, schema: Mapping[str, Any], lenient: bool) -> str:
-    """Return an expression for the parameters of a call, in the order of the schema."""
+def _parameters(tool: str, schema: Mapping[str, Any], lenient: bool) -> Iterator[str]:
+    """Yield expressions for the parameters of a call, in the order of the schema."""
     properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, dict):
-        return "other*"
-    needed = [one for one in required if isinstance(one, str)] if isinstance(required, list) else []
-    parts = []
-    for key in dict.fromkeys([*properties, *needed]):
+        yield "other*"
+        return
+    needed = {one: None for one in required if isinstance(one, str)} if isinstance(required, list) else {}
+    known: dict[int, frozenset[str]] = {}
+    for key in {**properties, **needed}:
         given = properties.get(key)
-        value = _value(tool, given if isinstance(given, dict) else {}, schema, lenient)
+        value = _value(tool, given if isinstance(given, dict) else {}, schema, lenient, known)
         part = f"{json.dumps(f'{PARAMETER}{key}>{_LINE}')} {value} {json.dumps(_LINE)}"
-        parts.append(part if key in needed else f"({part})?")
-    return " ".join(parts)
+        yield part if key in needed else f"({part})?"
 
 
-def _value(tool: str, schema: Mapping[str, Any], root: Mapping[str, Any], lenient: bool) -> str:
-    """Return an expression for a value, up to the end of its tag."""
+def _value(
+    tool: str, schema: Mapping[str, Any], root: Mapping[str, Any], lenient: bool, known: dict[int, frozenset[str]]
+) -> str:
+    """Return an expression for a value, up to the end of its tag. known: as for `_types`."""
     end = json.dumps(_LINE + _PARAMETER_END)
-    if "string" not in (_types(schema, root) or ("string",)):
+    if "string" not in (_types(schema, root, known=known) or ("string",)):
         shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
         return f"{json_expression({**shared, **schema}, lenient=lenient)} {end}"
-    choices: list[Any] | None = []
+    choices: list[Any] = []
+    is_listed = True
     for one in _alternatives(schema, root):
         if not lenient and (unknown := next((name for name in _TEXT_KEYWORDS if name in one), None)):
             raise _refusal(tool, unknown)
         values = [None] if one.get("type") == "null" else [one["const"]] if "const" in one else one.get("enum")
-        choices = [*choices, *values] if isinstance(values, list) and choices is not None else None
-    if not choices:
+        if isinstance(values, list):
+            choices += values
+        else:
+            is_listed = False
+    if not (choices and is_listed):
         return "text"
     texts = (json.dumps(one if isinstance(one, str) else json.dumps(one)) for one in choices)
     return f"({' | '.join(texts)}) {end}"
 
 
-def _alternatives(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str, Any]]:
-    """Yield the alternatives of a schema: a value matches one of them."""
+def _alternatives(
+    schema: Any, root: Mapping[str, Any], depth: int = 0, seen: set[int] | None = None
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the alternatives of a schema, each once: a value matches one of them. seen: ids of what was read."""
+    seen = set() if seen is None else seen
     if not isinstance(schema, dict) or depth > _DEEPEST:
         yield {}
-    elif isinstance(reference := schema.get("$ref"), str):
-        yield from _alternatives(_resolved(reference, root), root, depth + 1)
+        return
+    if id(schema) in seen:
+        return
+    seen.add(id(schema))
+    if isinstance(reference := schema.get("$ref"), str):
+        yield from _alternatives(_resolved(reference, root), root, depth + 1, seen)
     elif isinstance(inner := schema.get("anyOf", schema.get("oneOf")), list):
         for one in inner:
-            yield from _alternatives(one, root, depth + 1)
+            yield from _alternatives(one, root, depth + 1, seen)
     else:
         yield schema
