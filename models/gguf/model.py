@@ -236,7 +236,10 @@ def _windows(
 ) -> tuple[int, ...] | None:
     """Return the window of each layer, 0 for layers without one; None: no layer has one."""
     found = file.metadata.get(f"{name}.attention.sliding_window", architecture.window)
-    if not isinstance(found, int) or not 0 < found < context:
+    if not isinstance(found, int) or found <= 0:
+        return None
+    # Layers with a window may have another rotary embedding, even if the window hides nothing.
+    if found >= context and architecture.local_rope_theta is None:
         return None
     key = f"{name}.attention.sliding_window_pattern"
     period = file.integer(key) if file.has(key) else architecture.window_period

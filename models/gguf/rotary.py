@@ -87,6 +87,8 @@ def _yarn(file: GgufFile, name: str, theta: float, dim: int) -> tuple[np.ndarray
     prefix = f"{name}.rope.scaling"
     if file.metadata.get(f"{prefix}.yarn_log_multiplier"):
         raise ModelBuildError(f"{file.path} has {prefix}.yarn_log_multiplier, which is not supported")
+    if theta <= 1:
+        raise ModelBuildError(f"{file.path}: {name}.rope.freq_base is {theta}, expected more than 1 for YaRN")
     factor, trained = file.positive(f"{prefix}.factor"), file.integer(f"{prefix}.original_context_length")
     fast, slow = (file.positive(f"{prefix}.yarn_beta_{part}", value) for part, value in (("fast", 32.0), ("slow", 1.0)))
 

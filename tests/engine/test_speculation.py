@@ -276,12 +276,25 @@ def test_rows_of_a_step_are_limited() -> None:
     assert chosen(Speculation(Fixed()), [0, -3]) == [0, 0]
 
 
+def test_drafts_that_are_too_long_are_cut() -> None:
+    class Long(Fixed):
+        def propose(self, sequences: Items[Sequence], most: Items[int]) -> list[Draft]:
+            return super().propose(sequences, [2 * count for count in most])
+
+    assert chosen(Speculation(Long(0.99, 0.99)), [4, 2], tokens=100) == [4, 2]
+
+
 def test_drafts_beside_prompts_cost_what_prompts_cost() -> None:
     speculation = Speculation(Fixed(0.5))
     speculation.costs = costs(10, 100)
     # The seventh drafted token adds 2 ** -7 to 2 tokens, and 1 / 500 to the time.
     assert chosen(speculation, [20], rows=1, tokens=500) == [7]
     assert chosen(speculation, [20], rows=1, tokens=4) == [1]
+
+
+def test_a_step_that_takes_no_time_by_the_clock() -> None:
+    result = costs(0, 0)
+    assert np.allclose(result.table(1, 2), result.table(1, 1), rtol=0.05)
 
 
 def test_costs_follow_times() -> None:

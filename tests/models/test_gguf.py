@@ -64,6 +64,13 @@ def test_windows_shorter_than_the_context(tmp_path, window, found):
     assert read_model(tmp_path / "model.gguf").config.windows == found
 
 
+def test_a_long_window_does_not_change_the_rotary_embedding(tmp_path):
+    config = replace(CONFIGS["gemma3"], windows=(2048,) * 5 + (0, 2048))
+    write(tmp_path / "model.gguf", config, architecture="gemma3", metadata=METADATA["gemma3"])
+    found = read_model(tmp_path / "model.gguf").config
+    assert [found.is_local(layer) for layer in range(7)] == [True] * 5 + [False, True]
+
+
 def test_granite_without_rotary_embedding(tmp_path):
     metadata = {**METADATA["granite"], "granite.rope.scaling.finetuned": False}
     write(tmp_path / "model.gguf", CONFIGS["granite"], architecture="granite", metadata=metadata)
@@ -109,6 +116,13 @@ def test_models_that_cannot_be_built(tmp_path, metadata, message):
     with pytest.raises(ModelBuildError, match=message):
         model = read_model(path)
         build_llama({key: weight.floats() for key, weight in model.weights.items()}, model.config)
+
+
+def test_yarn_needs_a_base_above_1(tmp_path):
+    config = replace(CONFIGS["qwen2, yarn"], rope_theta=1.0)
+    write(tmp_path / "model.gguf", config, architecture="qwen2", metadata=METADATA["qwen2, yarn"])
+    with pytest.raises(ModelBuildError, match=r"qwen2.rope.freq_base is 1.0, expected more than 1 for YaRN"):
+        read_model(tmp_path / "model.gguf")
 
 
 def test_tensors_that_nobody_reads(tmp_path):

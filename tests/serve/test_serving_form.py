@@ -160,6 +160,8 @@ def test_only_the_form_for_serving_can_have_an_int8_cache(tmp_path: Path) -> Non
     onnx.save(llama("gqa"), tmp_path / "model.onnx")
     with pytest.raises(ModelError, match=r"has not the form for serving"):
         PagedModel.open(tmp_path / "model.onnx", cache_type="int8")
+    with pytest.raises(ModelError, match=r"missing.onnx' does not exist"):
+        PagedModel.open(tmp_path / "missing.onnx", cache_type="int8")
 
 
 def test_windows_of_masks_are_kept(tmp_path: Path) -> None:

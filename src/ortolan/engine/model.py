@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from onnx import TensorProto
 
-from ortolan.graph_passes.files.model_file import model_in
+from ortolan.graph_passes.files.model_file import load_model, model_in
 from ortolan.graph_passes.find.head import LOGITS
 from ortolan.graph_passes.measure.machine import usable_memory
 from ortolan.graph_passes.names import CONTEXT_KEY, SERVING_KEY
@@ -78,6 +78,10 @@ class PagedModel:
         shapes = {value.name: value.shape[1:] for value in pools}
         vocabulary: list[int] = next((out.shape[-1:] for out in session.get_outputs() if out.name == LOGITS), [])
         said = metadata.get(CONTEXT_KEY, "1")
+        if unknown := [value for value in pools if value.type not in _POOL_TYPES]:
+            raise ModelError(
+                f"{unknown[0].name} is a {unknown[0].type}, expected one of {', '.join(_POOL_TYPES)}; make it again"
+            )
         sizes = [*vocabulary, *(size for shape in shapes.values() for size in shape)]
         if not (shapes and vocabulary and all(type(one) is int and one > 0 for one in sizes)):
             raise ModelError(
@@ -139,7 +143,7 @@ class PagedModel:
 
         Raises:
             SessionError: The model cannot be opened.
-            ModelError: It has not the form for serving.
+            ModelError: It has not the form for serving, or cannot be read to change its cache type.
             ArgumentError: As for the constructor, or the cache type is unknown.
         """
         check_cache_type(cache_type)
@@ -179,7 +183,7 @@ def _with_int8_cache(file: Path, options: onnxruntime.SessionOptions) -> ModelPr
     """Return the model with int8 pools. Weights in other files stay there; `options` get their folder."""
     import onnx_ir as ir
 
-    model = ir.load(file)
+    model = load_model(file).model
     use_int8_cache(model, str(file))
     options.add_session_config_entry(FOLDER_OF_DATA, str(file.parent))
     return ir.to_proto(model)

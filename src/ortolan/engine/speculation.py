@@ -16,6 +16,7 @@ _LEAST_GAIN = 1.02  # the expected gain of a step with drafts, because estimates
 _GROWTH = 0.25  # until they are measured, steps of n times the tokens take n ** _GROWTH times as long
 _STALE_STEPS = 256  # after that many steps, a measurement is made again if drafts may gain
 _MOST_ERROR = 2.0  # a longer step is counted as this much longer than expected: other load of the machine
+_LEAST_SECONDS = 1e-6  # of a step; a coarse clock may show 0
 _SCALE_RATE, _LEAST_RATE = 0.5, 0.1  # of learning the scale and relative costs
 
 
@@ -35,6 +36,7 @@ class StepCosts:
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Learn from a step of up to MOST_ROWS tokens."""
+        seconds = max(seconds, _LEAST_SECONDS)
         self._steps += 1
         known = self._relative[tokens] if self._is_fresh(tokens) else self.table(tokens, tokens)[0]
         if not self._scale:
@@ -97,7 +99,12 @@ class Speculation:
         wanted = {one: min(count, room, MOST_DRAFTED) for one, count in most.items() if count > 0}
         if room <= 0 or not wanted:
             return {}
-        drafts = self._drafter.propose(list(wanted), list(wanted.values()))
+        drafts = [
+            Draft(draft.tokens[:limit], draft.chances[:limit])  # a longer one could exceed the context
+            for draft, limit in zip(
+                self._drafter.propose(list(wanted), list(wanted.values())), wanted.values(), strict=True
+            )
+        ]
         chances = sorted((chance for draft in drafts for chance in draft.chances), reverse=True)[:room]
         count = self._count(chances, rows, tokens)
         if count == 0:

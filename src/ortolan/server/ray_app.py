@@ -68,6 +68,7 @@ class RayConfig(BaseModel):
         cache_type: The type of keys and values in the KV cache: bfloat16 or int8, see PagedModel.
         max_step_tokens: The most tokens of a call of the model.
         max_sequences: The most answers that run at the same time in a replica.
+        speculate: "lookup" or "off", see `ServeOptions`.
         max_seconds: The longest time of a request, waiting included.
         max_queued: Requests that wait in a router; more get 429.
         encoder: An embedding model or a reranker that each replica serves too.
