@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ..llama_config import LlamaConfig
@@ -23,7 +24,8 @@ class Architecture:
         local_rope_theta: See LlamaConfig; the default of rope.freq_base_swa.
         layers_by_width: The number of layers of the model whose attention is scaled by 1 / sqrt(hidden_size / heads).
         no_rope_period: Every n-th layer has no rotary embedding. 0: all layers have it.
-        options: Metadata keys, without the architecture's name, that other architectures may not set.
+        options: Metadata keys, without the architecture's name, that other architectures may not set, with the values
+            that a missing key means; 0: the feature is not used.
     """
 
     hugging_face: str
@@ -37,7 +39,7 @@ class Architecture:
     local_rope_theta: float | None = None
     layers_by_width: int = 0
     no_rope_period: int = 0
-    options: tuple[str, ...] = ()
+    options: Mapping[str, float] = field(default_factory=dict)
 
 
 ARCHITECTURES = {
@@ -54,7 +56,7 @@ ARCHITECTURES = {
         window=4096,
         window_period=2,
         layers_by_width=46,
-        options=("attn_logit_softcapping", "final_logit_softcapping"),
+        options={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},  # old files state neither
     ),
     "gemma3": Architecture(
         "Gemma3ForCausalLM",
@@ -69,7 +71,7 @@ ARCHITECTURES = {
         "GraniteForCausalLM",
         "granite",
         rope_style="interleaved",
-        options=("logit_scale", "residual_scale", "embedding_scale", "attention.scale"),
+        options=dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "attention.scale"), 0.0),
     ),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", rope_style="interleaved", no_rope_period=4),
 }

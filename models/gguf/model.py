@@ -273,8 +273,9 @@ def _factors(
     if layers == architecture.layers_by_width:
         found["attention_scale"] = (hidden // heads) ** -0.5
     for field, key in _OPTIONS.items():
-        if key in architecture.options and file.metadata.get(f"{name}.{key}"):
-            found[field] = _decimal(file.positive(f"{name}.{key}"))
+        default = architecture.options.get(key, 0.0)
+        if key in architecture.options and file.metadata.get(f"{name}.{key}", default):
+            found[field] = _decimal(file.positive(f"{name}.{key}", default))
     if "logit_scale" in found:  # the file states the divisor of the logits
         found["logit_scale"] = 1 / found["logit_scale"]
     return found

@@ -71,6 +71,12 @@ def test_a_long_window_does_not_change_the_rotary_embedding(tmp_path):
     assert [found.is_local(layer) for layer in range(7)] == [True] * 5 + [False, True]
 
 
+def test_gemma2_caps_scores_and_logits_by_default(tmp_path):
+    write(tmp_path / "model.gguf", CONFIGS["gemma2"], architecture="gemma2")
+    config = read_model(tmp_path / "model.gguf").config
+    assert (config.attention_softcap, config.logit_softcap) == (50, 30)
+
+
 def test_granite_without_rotary_embedding(tmp_path):
     metadata = {**METADATA["granite"], "granite.rope.scaling.finetuned": False}
     write(tmp_path / "model.gguf", CONFIGS["granite"], architecture="granite", metadata=metadata)
