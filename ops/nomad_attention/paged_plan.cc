@@ -20,8 +20,8 @@ constexpr int64_t kQuad = 4;
 // Parts of a row's keys that threads can share. Counted from key 0, so that a row's result does not depend on the call.
 constexpr int64_t kPartKeys = 4096;
 constexpr int64_t kMostRows = 96;  // of a kernel call, except for a single token with more heads
-// Memory of partial results. It holds units for many threads. All those of a prompt's chunk after 100,000 tokens would
-// take hundreds of megabytes.
+// Memory of partial results, enough to keep many threads busy. The partial results of all units of a prompt's chunk
+// after 100,000 tokens would take hundreds of megabytes.
 constexpr int64_t kRoundBytes = 32 << 20;
 
 // Chunk of a sequence and one head of keys and values, and a part of its keys.

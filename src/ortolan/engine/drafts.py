@@ -14,9 +14,10 @@ _MOST_MATCH = 32  # longer matches count as this long
 # Matches of these lengths and more have a chance of their own. At first, it is that of texts which repeat little.
 _CLASSES = ((2, 0.3), (3, 0.4), (4, 0.5), (6, 0.6), (9, 0.7), (16, 0.8))
 _CLASS_OF = tuple(sum(length >= least for least, _ in _CLASSES) - 1 for length in range(_MOST_MATCH + 1))
-_PRIOR = 2  # what the chances that a sequence begins with count, in guesses
+_PRIOR = 2  # weight of a sequence's initial chances, in guesses
 _LEAST_RATE = 1 / 8  # of learning from the guesses of a sequence
-_FIRST, _COMMON_RATE = 8, 1 / 32  # new sequences begin with the chances of these first guesses of others
+# The first guesses of a sequence, in each class, update the initial chances of later sequences at this rate.
+_FIRST, _COMMON_RATE = 8, 1 / 32
 _LEAST_CHANCE = 0.02  # a draft ends before its tokens become less likely
 
 

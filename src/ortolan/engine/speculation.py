@@ -12,7 +12,7 @@ from .sequence import Sequence
 
 MOST_ROWS = 64  # of logits in a step with drafts; each takes 4 bytes a token of the vocabulary
 MOST_DRAFTED = 15  # tokens of a draft, so that the last token and the draft fill one tile of 16 rows
-_LEAST_GAIN = 1.02  # the expected gain of a step with drafts, because estimates err
+_LEAST_GAIN = 1.02  # least expected gain of a step with drafts, because estimates have errors
 _GROWTH = 0.25  # until they are measured, steps of n times the tokens take n ** _GROWTH times as long
 _STALE_STEPS = 256  # after that many steps, a measurement is made again if drafts may gain
 _MOST_ERROR = 2.0  # a longer step is counted as this much longer than expected: other load of the machine
