@@ -27,7 +27,7 @@ def use_int8_cache(model: ir.Model, name: str) -> None:
         name: The model's name in error messages.
 
     Raises:
-        ModelError: The model has not the form for serving.
+        ModelError: The model has not the form for serving, or an attention without pools.
     """
     if not is_serving_form(model):
         raise ModelError(f"{name} has not the form for serving, expected a model of optimize_onnx(serve=True)")
@@ -35,7 +35,9 @@ def use_int8_cache(model: ir.Model, name: str) -> None:
     graph = model.graph
     for node in paged_nodes(graph):
         pools = [node.inputs[PAGED_INPUTS.index(part)] for part in ("key_pool", "value_pool")]
-        if any(pool is None or pool.dtype == ir.DataType.INT8 for pool in pools):
+        if any(pool is None for pool in pools):
+            raise ModelError(f"attention {node.name!r} of {name} has no pools, expected key_pool and value_pool")
+        if all(pool is not None and pool.dtype == ir.DataType.INT8 for pool in pools):
             continue
         node.resize_inputs(len(PAGED_INPUTS))
         node.resize_outputs(1 + 2 * len(pools))
