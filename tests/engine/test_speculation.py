@@ -404,7 +404,36 @@ def test_lookup_finds_what_is_there(kinds: int) -> None:
             assert sequence.tokens[history.match - 2 : history.match] == sequence.tokens[-2:]
             expected = [*sequence.tokens[history.match :], *draft.tokens][: len(draft.tokens)]
             assert list(draft.tokens) == expected
-    assert found > 10 and len(sequence.drafting.table) <= 16 * len(sequence.tokens)
+    assert found > 10 and sequence.drafting.slots <= 20 * len(sequence.tokens)
+
+
+def test_long_prompts_are_read_in_pieces() -> None:
+    """A long prompt has no drafts until all is read. Short ones have theirs meanwhile."""
+    chance = random.Random(0)
+    text = [chance.randrange(100_000) for _ in range(10_000)]
+    long = [Sequence((*text, *text[place : place + 5]), 99_999) for place in (50, 9000)]
+    short = Sequence((1, 2, 3, 4, 1, 2, 3), 99_999)
+    drafter = LookupDrafter()
+    seen = [0, 0]
+    for _ in range(10):
+        *drafts, other = drafter.propose([*long, short], [4, 4, 4])
+        assert list(other.tokens) == [4, 1, 2, 3]
+        read = [one.drafting.seen - before for one, before in zip(long, seen, strict=True)]
+        assert 0 < sum(read) <= 4096 + 16
+        seen = [one.drafting.seen for one in long]
+        for sequence, draft in zip(long, drafts, strict=True):
+            assert bool(draft.tokens) == (sequence.drafting.seen == len(sequence.tokens))
+        if all(draft.tokens for draft in drafts):
+            break
+    assert [list(draft.tokens) for draft in drafts] == [text[55:59], text[9005:9009]]
+    for token in text[55:60]:  # a table that grows keeps what older ones have
+        long[0].tokens.append(token)
+    long[0].tokens.extend(range(200_000, 225_000))
+    while long[0].drafting.seen < len(long[0].tokens):
+        propose(drafter, long[0], 4)
+    assert len(long[0].drafting.tables) == 2
+    long[0].tokens.extend(text[700:703])
+    assert list(propose(drafter, long[0], 4).tokens) == text[703:707]
 
 
 def test_nothing_is_kept_about_a_sequence_that_ended() -> None:

@@ -10,6 +10,9 @@ from .sequence import Sequence
 
 _LONG, _SHORT = 3, 2  # tokens of the n-grams that are looked up, the longer ones first
 _LEAST_SLOTS = 256  # of a table of n-grams
+# Tokens that a call reads, so that it takes about 10 ms. Long prompts have no drafts until later calls have read them.
+_MOST_READ = 4096
+_FEW_NEW = 16  # new tokens of a sequence that are always read: the most that a step adds
 _MOST_MATCH = 32  # longer matches count as this long
 # Matches of these lengths and more have a chance of their own. At first, it is that of texts which repeat little.
 _CLASSES = ((2, 0.3), (3, 0.4), (4, 0.5), (6, 0.6), (9, 0.7), (16, 0.8))
@@ -64,51 +67,60 @@ class LookupDrafter:
 
     def propose(self, sequences: Items[Sequence], most: Items[int]) -> list[Draft]:
         """Guess what follows the tokens of each sequence. Arguments as for `Drafter`."""
-        return [self._propose(sequence, limit) for sequence, limit in zip(sequences, most, strict=True)]
-
-    def _propose(self, sequence: Sequence, most: int) -> Draft:
-        history = sequence.drafting
-        if not isinstance(history, _History):
-            history = sequence.drafting = _History(self._common)
-        history.read(sequence.tokens, self._common)
-        return history.draft(sequence.tokens, most)
+        drafts, left = [], _MOST_READ
+        for sequence, limit in zip(sequences, most, strict=True):
+            history = sequence.drafting
+            if not isinstance(history, _History):
+                history = sequence.drafting = _History(self._common, len(sequence.tokens))
+            if left > 0 or len(sequence.tokens) - history.seen <= _FEW_NEW:
+                left -= history.read(sequence.tokens, self._common, max(left, _FEW_NEW))
+            drafts.append(history.draft(sequence.tokens, limit))
+        return drafts
 
 
 class _History:
     """Guesses of the next tokens of one sequence from its earlier ones.
 
     Attributes:
+        prompt: The number of tokens at the first look. They tell little about the chances of the answer.
         seen: The number of tokens that were read.
         match: The place of the token that should come next; 0: there is no guess.
         length: The number of equal tokens before that place and before the end.
         chances: For each class of lengths, how often the guess was right of late.
         counts: The guesses of each class that were compared with their token.
-        table: For a hash of an n-gram, the place after its latest occurrence. Other n-grams may have the same hash.
+        tables: For a hash of an n-gram, the place after its latest occurrence, the newest table first. Other n-grams
+            may have the same hash. Full tables stay as they are, since filling a larger one again would take long.
+        slots: The slots of all tables.
     """
 
-    __slots__ = ("chances", "counts", "length", "match", "seen", "table")
+    __slots__ = ("chances", "counts", "length", "match", "prompt", "seen", "slots", "tables")
 
-    def __init__(self, chances: list[float]) -> None:
+    def __init__(self, chances: list[float], prompt: int) -> None:
+        self.prompt = prompt
         self.seen = self.match = self.length = 0
         self.chances = chances.copy()
         self.counts = [0] * len(chances)
-        self.table = array("i")
+        self.tables: list[array[int]] = []
+        self.slots = 0
 
-    def read(self, tokens: array[int], common: list[float]) -> None:
-        """Read the tokens since the last call. common: the chances of new sequences, which are updated too."""
-        if 4 * len(tokens) > len(self.table):
-            self._grow(tokens)
-        is_prompt = self.seen == 0  # it tells little about the chances of its answer
-        for place in range(self.seen, len(tokens)):
+    def read(self, tokens: array[int], common: list[float], most: int) -> int:
+        """Read up to `most` of the tokens since the last call, and return their number.
+
+        `common` has the chances of new sequences, which are updated too.
+        """
+        if 4 * len(tokens) > self.slots:
+            self._grow(len(tokens))
+        first, self.seen = self.seen, min(len(tokens), self.seen + most)
+        for place in range(first, self.seen):
             match = self.match
             if match:
                 is_right = tokens[match] == tokens[place]
-                if not is_prompt:
+                if place >= self.prompt:
                     self._learn(is_right, common)
                 self.match = match + 1 if is_right else 0
                 self.length = min(self.length + 1, _MOST_MATCH)
             self._add(tokens, place + 1)
-        self.seen = len(tokens)
+        return self.seen - first
 
     def _learn(self, is_right: bool, common: list[float]) -> None:
         kind = _CLASS_OF[self.length]
@@ -121,7 +133,7 @@ class _History:
     def draft(self, tokens: array[int], most: int) -> Draft:
         """Return a draft of at most this number of tokens. It may run past the end and repeat itself."""
         match, length, chances = self.match, self.length, self.chances
-        if not match:
+        if not match or self.seen < len(tokens):
             return _NOTHING
         found = tokens[match : match + most]
         chance, result = 1.0, array("d")
@@ -135,35 +147,39 @@ class _History:
         return Draft(found[: len(result)], result)
 
     def _add(self, tokens: array[int], end: int) -> None:
-        """Look up the last n-grams of the first `end` tokens, unless there is a match, and add them to the table."""
-        table, mask = self.table, len(self.table) - 1
+        """Look up the last n-grams of the first `end` tokens, unless there is a match, and add them to a table."""
+        newest = self.tables[0]
         for size in (_LONG, _SHORT):
             if end < size:
                 continue
-            gram = tuple(tokens[end - size : end])
-            slot = hash(gram) & mask
-            if not self.match and 0 < table[slot] < end:  # `end`: the longer n-gram has the same hash
-                self._match(tokens, table[slot], end)
-            table[slot] = end
+            key = hash(tuple(tokens[end - size : end]))
+            if not self.match:
+                for table in self.tables:
+                    place = table[key & (len(table) - 1)]
+                    if 0 < place < end and self._match(tokens, place, end):  # `end`: the longer n-gram has this hash
+                        break
+            newest[key & (len(newest) - 1)] = end
 
-    def _match(self, tokens: array[int], place: int, end: int) -> None:
-        """Take the token at a place as the guess after the first `end` tokens, if the same tokens precede both."""
+    def _match(self, tokens: array[int], place: int, end: int) -> bool:
+        """Take the token at a place as the guess after the first `end` tokens, if the same tokens precede both.
+
+        Return True if they do.
+        """
         length = 0
         while length < min(place, _MOST_MATCH) and tokens[place - 1 - length] == tokens[end - 1 - length]:
             length += 1
-        if length >= _SHORT:
-            self.match, self.length = place, length
+        if length < _SHORT:
+            return False
+        self.match, self.length = place, length
+        return True
 
-    def _grow(self, tokens: array[int]) -> None:
-        """Make a larger table, of 8 or more slots a token, which is filled again."""
+    def _grow(self, tokens: int) -> None:
+        """Begin a larger table, of 8 or more slots for each of this number of tokens."""
         slots = _LEAST_SLOTS
-        while slots < 8 * len(tokens):
+        while slots < 8 * tokens:
             slots *= 2
-        match, self.match = self.match, -1  # no look-ups
-        self.table = array("i", bytes(4 * slots))
-        for end in range(1, self.seen + 1):
-            self._add(tokens, end)
-        self.match = match
+        self.tables.insert(0, array("i", [0]) * slots)
+        self.slots += slots
 
 
 _NOTHING = Draft()
