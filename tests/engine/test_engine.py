@@ -406,8 +406,11 @@ def test_an_error_of_the_engine_ends_requests_and_not_the_engine(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("ortolan.engine.scheduler.Scheduler.complete", lambda self, plan: 1 / 0)
-        outputs = collect(engine.submit(Request(tokens(0, 20), 30, GREEDY)))[0]
-        assert outputs[-1].error == "the engine failed: division by zero"
+        stream = engine.submit(Request(tokens(0, 20), 30, GREEDY))
+        (choice,) = stream.choices
+        choice.drafting = "what a drafter keeps"
+        assert collect(stream)[0][-1].error == "the engine failed: division by zero"
+        assert choice.drafting is None
     request = Request(tokens(0, 20), 5, GREEDY)
     assert answer_tokens(collect(engine.submit(request))[0]) == answer(request)
     check_idle(engine)

@@ -453,6 +453,7 @@ class Engine:
         """End all requests after an error of the engine's own, and begin with an empty cache."""
         for choice in self._active:
             choice.state = State.ENDED
+            choice.drafting = None
             self._counters.finished["error"] += 1
             _finish(choice, "error", error, "internal")
         with self._condition:
