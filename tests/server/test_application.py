@@ -123,6 +123,15 @@ REFUSED = [
     (COMPLETE, {"prompt": "a", "cache_prompt": False}, "cache_prompt", "send cache_salt"),
     (CHAT, chat(mirostat=2), "mirostat", "2, expected 0"),
     (CHAT, chat(stop_token_ids=[7]), "stop_token_ids", "send stop"),
+    (CHAT, chat(add_special_tokens=True), "add_special_tokens", "chat template"),
+    (CHAT, chat(include_reasoning=False), "include_reasoning", "expected true"),
+    (CHAT, chat(reasoning_format="none"), "reasoning_format", "reasoning_content"),
+    (CHAT, chat(return_token_ids=True), "return_token_ids", "/tokenize"),
+    (CHAT, chat(return_tokens_as_token_ids=True), "return_tokens_as_token_ids", "/tokenize"),
+    (COMPLETE, {"prompt": "a", "add_special_tokens": False}, "add_special_tokens", "send tokens"),
+    (COMPLETE, {"prompt": "a", "return_tokens": True}, "return_tokens", "/tokenize"),
+    (COMPLETE, {"prompt": "a", "post_sampling_probs": True}, "post_sampling_probs", "send logprobs"),
+    (COMPLETE, {"prompt": "a", "response_fields": ["content"]}, "response_fields", "whole answer"),
     (CHAT, chat(chat_template="x"), "chat_template", "--chat-template"),
     (CHAT, chat(cache_salt=7), "cache_salt", "a string"),
     (CHAT, chat(chat_template_kwargs={"a b": 1}), "chat_template_kwargs", "names"),
@@ -184,7 +193,10 @@ def test_bodies_that_are_not_taken(client, content, status):
 def test_null_and_unknown_fields_are_ignored(client):
     body = chat(temperature=None, tools=None, stop=None, stream_options=None, metadata={"a": "b"}, store=True, top_k=-1)
     body |= {"cache_prompt": True, "mirostat": 0, "typical_p": 1.0, "min_tokens": 0, "grammar": None, "n_probs": 0}
+    body |= {"add_special_tokens": False, "include_reasoning": True, "reasoning_format": "auto", "response_fields": []}
     assert client.post(CHAT, json=body).status_code == 200
+    body = {"prompt": "a", "add_special_tokens": True, "return_tokens": False, "reasoning_format": "none"}
+    assert client.post(COMPLETE, json=body).status_code == 200
 
 
 def test_unknown_paths_and_methods(client):

@@ -143,7 +143,7 @@ def _refuse_unsupported(body: Fields) -> None:
     for name in ("audio", "prediction", "web_search_options"):
         body.refuse_unless(name, why=_TEXT_ONLY)
     body.refuse_unless("modalities", ["text"], why=_TEXT_ONLY)
-    refuse_foreign(body)
+    refuse_foreign(body, is_chat=True)
 
 
 def _variables(body: Fields) -> dict[str, Any]:

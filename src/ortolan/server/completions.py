@@ -29,7 +29,7 @@ async def complete(request: Request, generator: Generator, settings: ServerSetti
     body, limits = await read_body(request, settings.limits), settings.limits
     for name, neutral in (("echo", False), ("suffix", "")):
         body.refuse_unless(name, neutral, why="not supported")
-    refuse_foreign(body)
+    refuse_foreign(body, is_chat=False)
     logprobs = body.integer("logprobs", None, 0, limits.logprobs)
     options = read_common(
         body, generator.folder, limits, client_host(request), max_tokens=_MAX_TOKENS, logprobs=logprobs

@@ -41,6 +41,8 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "min_tokens": (_ZERO, "send ignore_eos and max_tokens for answers of one length"),
     "priority": (_ZERO, "requests have equal priority; send user, so that users take turns"),
     "prompt_logprobs": ((), "send logprobs, which are those of the answer"),
+    "return_token_ids": ((False,), "send the text to /tokenize"),
+    "return_tokens_as_token_ids": ((False,), "send the texts to /tokenize"),
     "skip_special_tokens": ((True,), "leave it out; texts have no special tokens"),
     "stop_token_ids": (([],), "send stop with the texts of these tokens"),
     "truncate_prompt_tokens": ((), "send a shorter prompt; /tokenize counts tokens"),
@@ -55,12 +57,24 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "mirostat": (_ZERO, _SAMPLERS),
     "n_keep": (_ZERO, "send a prompt that fits into the context"),
     "n_probs": (_ZERO, "send logprobs"),
+    "post_sampling_probs": ((False,), "send logprobs, which are those before sampling"),
     "repeat_last_n": ((-1,), "leave it out; penalties look at all tokens"),
+    "response_fields": (([],), "read these fields from the whole answer"),
+    "return_tokens": ((False,), "send the text to /tokenize"),
     "samplers": ((), _SAMPLERS),
     "t_max_predict_ms": ((*_ZERO, -1), "send max_tokens"),
     "top_n_sigma": ((-1, -1.0), _SAMPLERS),
     "typical_p": (_ONE, _SAMPLERS),
     "xtc_probability": (_ZERO, _SAMPLERS),
+}
+# Fields with another meaning, or none, in the other kind of request.
+_IN_CHATS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "add_special_tokens": ((False,), "leave it out; the chat template writes special tokens"),
+    "include_reasoning": ((True,), "leave reasoning_content of the answer unread"),
+    "reasoning_format": (("auto", "deepseek"), "thoughts are in reasoning_content"),
+}
+_IN_COMPLETIONS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "add_special_tokens": ((True,), "send tokens, which are taken unchanged"),
 }
 
 
@@ -70,7 +84,8 @@ def sent_name(body: Fields, name: str) -> str:
     return other if body.get(name) is None and body.get(other) is not None else name
 
 
-def refuse_foreign(body: Fields) -> None:
+def refuse_foreign(body: Fields, *, is_chat: bool) -> None:
     """Raise ApiError 400 for a field that would change the answer, but is not supported."""
-    for name, (neutral, instead) in _REFUSED.items():
+    refused = _REFUSED | (_IN_CHATS if is_chat else _IN_COMPLETIONS)
+    for name, (neutral, instead) in refused.items():
         body.refuse_unless(name, *neutral, why=instead)
