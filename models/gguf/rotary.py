@@ -90,6 +90,8 @@ def _yarn(file: GgufFile, name: str, theta: float, dim: int) -> tuple[np.ndarray
     if theta <= 1:
         raise ModelBuildError(f"{file.path}: {name}.rope.freq_base is {theta}, expected more than 1 for YaRN")
     factor, trained = file.positive(f"{prefix}.factor"), file.integer(f"{prefix}.original_context_length")
+    if factor < 1:
+        raise ModelBuildError(f"{file.path}: {prefix}.factor is {factor}, expected at least 1 for YaRN")
     fast, slow = (file.positive(f"{prefix}.yarn_beta_{part}", value) for part, value in (("fast", 32.0), ("slow", 1.0)))
 
     def pair(turns: float) -> float:

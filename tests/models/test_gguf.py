@@ -102,6 +102,14 @@ def test_factors_of_long_texts_end_the_context(tmp_path):
     [
         ({"llama.rope.scaling.type": "longrope"}, r"llama.rope.scaling.type is 'longrope', expected none, linear or"),
         ({"llama.rope.scaling.type": "yarn"}, "has no metadata 'llama.rope.scaling.factor'"),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 0.5,
+                "llama.rope.scaling.original_context_length": 64,
+            },
+            "llama.rope.scaling.factor is 0.5, expected at least 1 for YaRN",
+        ),
         ({"llama.expert_count": 8}, "llama.expert_count = 8, which is not supported for architecture 'llama'"),
         ({"llama.logit_scale": 8.0}, "llama.logit_scale = 8.0, which is not supported for architecture 'llama'"),
         (
