@@ -46,7 +46,8 @@ def test_its_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (Result(2000, 200, [3], 5, 700, 9), 1, "1 answers differ"),
         (Result(2000, 200, [], 0, 700, 9), 1, "too little was checked"),
         (Result(2000, 200, [], 5, 0, 9), 1, "too little was checked"),
-        (Result(8, 0, [], 0, 0, 9), 0, "every answer equals"),
+        (Result(2000, 200, [], 5, 700, 0), 1, "too little was checked"),
+        (Result(8, 0, [], 0, 0, 0), 0, "every answer equals"),
     ],
 )
 def test_its_status(
