@@ -141,7 +141,13 @@ def test_an_int8_cache_of_the_function(tmp_path: Path) -> None:
     assert ir.to_proto(model).SerializeToString() == once
     ours = open_model(tmp_path / "serving.onnx", cache_type="int8")
     plain = onnxruntime.InferenceSession(once, providers=["CPUExecutionProvider"])
-    expected, found = (run(one, (IDS, 0, BLOCKS)) for one in (ours, PagedModel(plain, cache_bytes=1 << 20)))
+    saved = PagedModel(plain, cache_bytes=1 << 20)
+    assert (ours.cache_type, saved.cache_type, open_model(tmp_path / "serving.onnx").cache_type) == (
+        "int8",
+        "int8",
+        "bfloat16",
+    )
+    expected, found = (run(one, (IDS, 0, BLOCKS)) for one in (ours, saved))
     assert np.linalg.norm(found - expected) < 0.03 * np.linalg.norm(expected)
 
 

@@ -47,6 +47,7 @@ class PagedModel:
         limit: The model's own limit of the context; None: it has none.
         blocks: The number of blocks in each pool.
         block_bytes: The bytes of one block in all pools together.
+        cache_type: The type of keys and values.
     """
 
     def __init__(
@@ -97,6 +98,8 @@ class PagedModel:
         self.block_bytes = sum(
             int(np.prod(shape)) * np.dtype(types[name][0]).itemsize for name, shape in shapes.items()
         )
+        is_int8 = any(value.type == "tensor(int8)" for value in pools)
+        self.cache_type: CacheType = "int8" if is_int8 else "bfloat16"
         self.limit = limit = int(metadata[CONTEXT_KEY]) if CONTEXT_KEY in metadata else None
         if context is not None and limit is not None and not 1 <= context <= limit:
             raise ArgumentError(f"context is {context}, expected 1 to the model's {limit} tokens")

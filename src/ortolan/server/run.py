@@ -217,9 +217,10 @@ def open_application(
     encoder_name = None if options.encoder is None else model_name(options.encoder)
     with open_engine(model, options, say) as (engine, folder):
         application = Application(settings, make_generator(engine, folder), encoder, encoder_name)
-        cache = engine.model.blocks * cast("PagedModel", engine.model).block_bytes
-        kind = "" if options.cache_type == "bfloat16" else f"{options.cache_type} "
-        application.sizes = f"context {engine.context} tokens, {kind}cache {human_bytes(cache)}"
+        paged = cast("PagedModel", engine.model)
+        kind = "" if paged.cache_type == "bfloat16" else f"{paged.cache_type} "
+        cache = human_bytes(paged.blocks * paged.block_bytes)
+        application.sizes = f"context {engine.context} tokens, {kind}cache {cache}"
         yield application
 
 
