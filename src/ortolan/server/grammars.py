@@ -17,7 +17,8 @@ from .xml_calls import xml_calls_rules
 _TEXT = r"/(.|\n)*/"
 _NAMED_TOKEN = re.compile(r"<[^<>\s]+>")
 _LINE = "\n"
-_SLASH = re.compile(r"\\.|/", re.DOTALL)  # in a regular expression, an escaped character or a slash
+_ESCAPED = re.compile(r"\\.|[/\n]", re.DOTALL)  # in a regular expression, an escaped character or one to escape
+_IN_LARK = {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}
 _MOST_GBNF, _MOST_GBNF_RULES = 1 << 14, 256
 
 
@@ -33,7 +34,7 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 def regex_grammar(pattern: str) -> str:
     """Return the rule `body` for the strings that a regular expression matches as a whole."""
-    written = _SLASH.sub(lambda found: found[0] if found[0][0] == "\\" else "\\/", pattern).replace("\n", "\\n")
+    written = _ESCAPED.sub(lambda found: _IN_LARK.get(found[0], found[0]), pattern)
     return f"body: /{written}/\n"
 
 
