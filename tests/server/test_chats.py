@@ -241,6 +241,8 @@ FORMS = [
     ({"response_format": {"type": "json_object", "schema": {"enum": [5]}}}, "5"),
     ({"guided_regex": r"x/[0-9]{2}\/é"}, r"x/\d\d/é"),
     ({"guided_regex": "^a\nb$"}, "a\nb"),
+    ({"guided_regex": "a\\\nb"}, "a\nb"),
+    ({"guided_regex": "a\\\\\nb"}, r"a\\\nb"),
     ({"guided_choice": ["é🦆\n", 'z"']}, 'é🦆\n|z"'),
     ({"guided_grammar": "start: WORD\nWORD: /[x-z]{3}/"}, "[x-z]{3}"),
     ({"grammar": GBNF, "n_predict": 1}, "x|y|z|1"),
@@ -393,6 +395,14 @@ def test_odd_schemas_of_calls_in_xml(coder, parameters):
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     asked = say("hello", tools=[tool], tool_choice="required", max_tokens=9)
     assert coder.post("/v1/chat/completions", json=asked).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["a>b", "<", "a\nb", "", " a", "x" * 256])
+def test_names_of_parameters_that_calls_in_xml_cannot_have(coder, name):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {name: {}}}}}
+    refused = coder.post("/v1/chat/completions", json=say("hello", tools=[tool], tool_choice="required"))
+    assert refused.status_code == 400
+    assert "f has the parameter" in refused.json()["error"]["message"]
 
 
 def test_log_probabilities_of_a_chat(client):

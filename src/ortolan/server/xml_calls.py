@@ -17,6 +17,7 @@ from typing import Any
 
 from ..engine.grammar import MOST_GRAMMAR_BYTES, json_expression
 from .errors import ApiError
+from .fields import shown
 from .pieces import held_back
 
 FUNCTION, PARAMETER = "<function=", "<parameter="
@@ -317,6 +318,13 @@ def _parameters(tool: str, schema: Mapping[str, Any], lenient: bool) -> Iterator
     needed = {one: None for one in required if isinstance(one, str)} if isinstance(required, list) else {}
     known: dict[int, frozenset[str]] = {}
     for key in {**properties, **needed}:
+        if not key or _until_bracket(f"{key}>") != (key, ">"):
+            raise ApiError(
+                400,
+                f"tools: {tool} has the parameter {shown(key)}, which this model's form of calls cannot write; "
+                f"expected a name of 1 to {_LONGEST_NAME - 1} characters without <, >, line breaks or outer spaces",
+                param="tools",
+            )
         given = properties.get(key)
         value = _value(tool, given if isinstance(given, dict) else {}, schema, lenient, known)
         part = f"{json.dumps(f'{PARAMETER}{key}>{_LINE}')} {value} {json.dumps(_LINE)}"
