@@ -14,7 +14,8 @@ from scipy import stats
 from ortolan.engine import BLOCK_TOKENS, Engine, Output, Request, RowState, Sampled, SamplingOptions, Step
 from ortolan.engine.drafts import Draft, Drafter, LookupDrafter
 from ortolan.engine.sequence import Sequence
-from ortolan.engine.speculation import MOST_DRAFTED, MOST_ROWS, Speculation, StepCosts
+from ortolan.engine.speculation import MOST_DRAFTED, Speculation
+from ortolan.engine.step_costs import MOST_ROWS, StepCosts
 from ortolan.errors import ArgumentError, OrtolanError
 
 from .chain_drafter import ChainDrafter
@@ -215,7 +216,7 @@ def test_an_answer_with_drafts_is_found_by_the_next_turn() -> None:
 
 
 def test_other_sources_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="speculation is 'magic', expected 'lookup', a Drafter, or None"):
+    with pytest.raises(ArgumentError, match="speculation is 'magic', expected 'lookup', a DraftModel, a Drafter, or None"):
         Engine(SmallModel(8), sampler=SmallSampler(), speculation="magic")  # type: ignore[arg-type]
 
 
