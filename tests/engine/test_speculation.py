@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from ortolan.engine import BLOCK_TOKENS, Engine, Output, Request, RowState, Sampled, SamplingOptions, Step
+from ortolan.engine.draft_model import DraftModel
 from ortolan.engine.drafts import Draft, Drafter, LookupDrafter
 from ortolan.engine.sequence import Sequence
 from ortolan.engine.speculation import MOST_DRAFTED, Speculation
@@ -94,9 +96,13 @@ def _event(output: Output) -> tuple[Any, ...]:
     return output.tokens, output.text, output.logprobs, output.finish_reason, output.error, output.generated
 
 
-@pytest.mark.parametrize("drafter", [LookupDrafter, ChainDrafter])
+def small_draft_model() -> DraftModel:
+    return DraftModel(SmallModel(60, 90, repeats=True))
+
+
+@pytest.mark.parametrize("drafter", [LookupDrafter, ChainDrafter, small_draft_model])
 @pytest.mark.parametrize("blocks", [20, 300])
-def test_all_events_are_those_without_drafts(drafter: type[Drafter], blocks: int) -> None:
+def test_all_events_are_those_without_drafts(drafter: Callable[[], Drafter | DraftModel], blocks: int) -> None:
     """Penalties, grammars, stop strings, log probabilities, seeds, choices, and preemption if there are few blocks."""
     chance = random.Random(blocks)
     requests = [random_request(chance) for _ in range(80)]
@@ -216,7 +222,7 @@ def test_an_answer_with_drafts_is_found_by_the_next_turn() -> None:
 
 
 def test_other_sources_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="speculation is 'magic', expected 'lookup', a DraftModel, a Drafter, or None"):
+    with pytest.raises(ArgumentError, match="speculation is 'magic', expected 'lookup', a DraftModel, a Drafter"):
         Engine(SmallModel(8), sampler=SmallSampler(), speculation="magic")  # type: ignore[arg-type]
 
 

@@ -7,6 +7,7 @@ from array import array
 from bisect import bisect
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,20 +22,20 @@ _CALL_TOKENS = 512  # of the sequences that a call catches up with; more would h
 # Guesses are told apart by the draft model's own probability. How often they are right is learned for each class.
 _EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 _CHANCES = (0.05, 0.15, 0.25, 0.4, 0.55, 0.7, 0.85, 0.93, 0.98)  # at first
-_ACCURACY = 0.6  # of first tokens, at first
+_ACCURACY = 0.7  # of first tokens, at first
 _PRIOR = 4  # what the first values count, in guesses
 _LEAST_RATE = 1 / 64  # of learning from a guess
 _LEAST_CHANCE = 0.1  # a draft ends before its tokens become less likely, until costs are known
 _LEAST_GAIN = 1.04  # the expected gain of drafting, because estimates err
 _HORIZON = 128  # tokens of an answer that should repay what it takes to compute its prompt
-_SHORT = BLOCK_TOKENS  # what is missing of sequences that are always computed
-_TRIAL_SHARE = 0.01  # of the time, for drafts that should not pay, to find out whether they do
+_SHORT = BLOCK_TOKENS  # sequences that lack at most this many tokens are always computed
+_TRIAL_SHARE = 0.005  # of the time, for drafts that should not pay, to find out whether they do
 _NOTHING = Draft()
 
 
 @dataclass(eq=False, slots=True)
 class _Cache:
-    """What the draft model's pools hold of one sequence, and its last draft.
+    """The blocks of one sequence in the draft model's pools, and its last draft.
 
     Attributes:
         blocks: The blocks, which first hold `length` tokens.
@@ -80,7 +81,7 @@ class DraftModel:
 
     The decoder has its own KV cache, whose prefixes are shared as the engine's are. A sequence without room in it gets
     no drafts. Drafts are the likeliest tokens; those of a sequence end when their chance no longer pays for the next
-    call. If drafts do not pay at all, they are tried for one percent of the time.
+    call. If drafts do not pay at all, they are tried in half a percent of the time.
 
     Attributes:
         model: The decoder.
@@ -258,7 +259,7 @@ class DraftModel:
         for line, cache in zip(table, caches, strict=True):
             line[: len(cache.blocks)] = cache.blocks
         past = [one.length for one in caches]
-        rows = np.cumsum(lengths[: len(jobs)]) - 1
+        rows = [end - 1 for end in accumulate(lengths[: len(jobs)])]
         best, chances = likeliest(self.model.run(pack_step(ids, lengths, past, table, rows)))
         for cache, length in zip(caches, lengths, strict=True):
             cache.length += length
@@ -279,7 +280,8 @@ class DraftModel:
             if drafted != token:
                 break
             right += 1
-        cache.length = cache.start = min(cache.length, cache.start + right)
+        # The last token is computed again if it was stored, because the next one follows from its logits.
+        cache.length = cache.start = min(cache.length, cache.start + right, len(sequence.tokens) - 1)
         cache.draft = cache.kinds = ()
         full = min(cache.length // BLOCK_TOKENS, len(sequence.hashes))
         for index in range(cache.known, full):
