@@ -402,6 +402,18 @@ def test_a_draft_model_of_other_tokens_is_refused_before_the_conversion(folder, 
     check_engine_options(tmp_path / "m.gguf", ServeOptions(draft_model=tmp_path / "m.gguf"))
 
 
+def test_tokens_of_a_gguf_file_that_was_converted_are_read_from_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path / "cache"))
+    write_gguf(tmp_path / "m.gguf", CONFIGS["llama"])
+    write_gguf(tmp_path / "same.gguf", CONFIGS["llama"])
+    serving_folder(tmp_path / "m.gguf", tmp_path / "cache")
+    check_same_tokens(tmp_path / "m.gguf", tmp_path / "same.gguf")
+    monkeypatch.setattr("ortolan.models.gguf.model.read_model", None)
+    check_same_tokens(tmp_path / "m.gguf", tmp_path / "m.gguf")
+    with pytest.raises(TypeError):
+        check_same_tokens(tmp_path / "m.gguf", tmp_path / "same.gguf")
+
+
 def test_special_tokens_of_a_draft_model_may_differ(tmp_path):
     for name, different in (("a", 0), ("b", 1), ("c", 9)):
         (tmp_path / name).mkdir()

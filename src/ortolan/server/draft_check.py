@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..cache_folder import default_cache_dir
 from ..errors import ModelError, missing_model
 
 _MOST_DIFFERENT = 0.01  # of the tokens: models of a family may differ in special tokens, which are drafted wrongly
@@ -40,11 +41,14 @@ def _vocabulary(path: Path) -> tuple[int | None, Mapping[int, str]]:
     from ortolan.graph_passes.find.head import LOGITS
     from ortolan.graph_passes.text.tokenizer_file import load_tokenizer
 
-    from .conversion import graph_kind, load_graph
+    from .conversion import graph_kind, load_graph, target_folder
 
     if not path.exists():
         raise ModelError(missing_model(path))
     if path.is_file() and path.suffix == ".gguf":
+        converted = target_folder(path, default_cache_dir())
+        if converted.is_dir():  # which is faster to read
+            return _vocabulary(converted)
         from ..models.gguf.model import read_model
 
         read = read_model(path)
