@@ -123,9 +123,8 @@ def check(
     folder: str | os.PathLike[str], count: int, threads: int, seed: int, cache_type: CacheType = "bfloat16"
 ) -> Result:
     """Compare `count` requests that run together with the same requests alone."""
-    block = PagedModel.open(folder, threads=1, cache_type=cache_type).block_bytes
-    size = block * -(-_POOL // BLOCK_TOKENS)
-    model = PagedModel.open(folder, threads=threads, cache_bytes=size, cache_type=cache_type)
+    blocks = -(-_POOL // BLOCK_TOKENS)
+    model = PagedModel.open(folder, threads=threads, blocks=blocks, cache_type=cache_type)
     requests = make_requests(count, model.vocabulary, seed)
     with Engine(model, max_step_tokens=128, max_sequences=32) as engine:
         answers, cancelled = together(engine, requests, seed)

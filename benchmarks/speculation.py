@@ -1,12 +1,13 @@
 """Measure speculative decoding on a real model: speed with and without it, and that the tokens are the same.
 
 python -m ortolan.benchmarks.speculation FOLDER [--texts copy edit story] [--requests 1 4 16] [--tokens 128]
-    [--rounds 5] [--threads 2] [--json]
+    [--rounds 5] [--threads 2] [--draft-model FOLDER] [--json]
 
 FOLDER has a decoder in the form for serving, with its tokenizer. Two engines, with and without speculation, answer the
 same requests in turns: "copy" and "edit" lead to answers that repeat most of their prompt, "story" to other text, with
 temperature 0.8. Prompts are in the prefix cache, so that the times are those of answers. Prints answer tokens a second
-in the fastest round, their ratio, and how many drafted tokens were right. Exits with 1 if a token differs.
+in the fastest round, their ratio, and how many drafted tokens were right. Drafts are from prompt lookup and, with
+--draft-model, from a smaller decoder in the form for serving. Exits with 1 if a token differs.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
-from ..engine import Engine, Request, SamplingOptions
+from ..engine import DraftModel, Engine, Request, SamplingOptions
 from ..engine.model import PagedModel
 from ..engine.step import BLOCK_TOKENS
 from ..models.tokenizer import load_tokenizer
@@ -121,14 +123,22 @@ def compare(plain: Engine, speculative: Engine, text: str, requests: Sequence[Re
 
 
 def measure(
-    folder: Path, texts: Sequence[str], counts: Sequence[int], tokens: int, rounds: int, threads: int
+    folder: Path,
+    texts: Sequence[str],
+    counts: Sequence[int],
+    tokens: int,
+    rounds: int,
+    threads: int,
+    draft_folder: Path | None = None,
 ) -> list[Row]:
     """Return a row for each kind of text and number of requests."""
     encode = load_tokenizer(folder).encode
-    block = PagedModel.open(folder, threads=1).block_bytes
-    cache = block * -(-max(counts) * (_MOST_PROMPT + tokens) // BLOCK_TOKENS)
-    models = [PagedModel.open(folder, threads=threads, cache_bytes=cache) for _ in range(2)]
-    with Engine(models[0], speculation=None) as plain, Engine(models[1], speculation="lookup") as speculative:
+    blocks = -(-max(counts) * (_MOST_PROMPT + tokens) // BLOCK_TOKENS)
+    models = [PagedModel.open(folder, threads=threads, blocks=blocks) for _ in range(2)]
+    source: DraftModel | Literal["lookup"] = "lookup"
+    if draft_folder is not None:
+        source = DraftModel(PagedModel.open(draft_folder, threads=threads, blocks=blocks))
+    with Engine(models[0], speculation=None) as plain, Engine(models[1], speculation=source) as speculative:
         return [
             compare(plain, speculative, text, make_requests(text, count, tokens, encode), rounds)
             for text in texts
@@ -145,9 +155,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2, help="threads of ONNX Runtime")
+    parser.add_argument("--draft-model", type=Path, help="a folder with a smaller decoder in the form for serving")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
-    sizes = options.requests, options.tokens, options.rounds, options.threads
+    sizes = options.requests, options.tokens, options.rounds, options.threads, options.draft_model
     rows = measure(options.folder, options.texts, *sizes)
     if options.json:
         print(json.dumps([asdict(row) for row in rows]))

@@ -71,6 +71,15 @@ Speculate = Annotated[
         "where that is faster. Answers are the same either way.",
     ),
 ]
+DraftModel = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="A smaller model with the same tokens, a folder or a .gguf file, that drafts where --speculate lookup "
+        "finds nothing. Answers are the same.",
+        show_default=False,
+    ),
+]
 MaxTokens = Annotated[
     int | None,
     typer.Option("--max-tokens", min=1, help="The most tokens of an answer. Default: no limit.", show_default=False),
@@ -160,6 +169,7 @@ def serve(
         int, typer.Option(min=1, help="The most tokens of a step. Fewer: shorter pauses; more: faster prompts.")
     ] = 512,
     speculate: Speculate = Drafts.LOOKUP,
+    draft_model: DraftModel = None,
     max_seconds: Annotated[
         float, typer.Option(min=0.001, help="The longest time of a request, waiting included.")
     ] = 600,
@@ -184,6 +194,7 @@ def serve(
         max_sequences=max_sequences,
         max_queue=max_queue,
         speculate=speculate.value,
+        draft_model=draft_model,
         encoder=encoder,
         tool_calls=tool_calls,
         chat_template=chat_template,
@@ -210,13 +221,15 @@ def chat(
     cache_memory: CacheMemory = None,
     cache_type: CacheType = "bfloat16",
     speculate: Speculate = Drafts.LOOKUP,
+    draft_model: DraftModel = None,
     chat_template: ChatTemplate = None,
 ) -> None:
     """Talk with a model in the terminal. /new begins again, /exit ends; Ctrl-C stops an answer."""
     from .conversation import Conversation
 
     options = _options(max_tokens, temperature, top_p, seed)
-    with _engine(folder, threads, context, cache_memory, cache_type, speculate, chat_template) as (engine, read):
+    how = threads, context, cache_memory, cache_type, speculate, draft_model, chat_template
+    with _engine(folder, *how) as (engine, read):
         first = [] if system is None else [{"role": "system", "content": system}]
         talk = Conversation(engine, read, options, list(first))
         _keep_history()
@@ -255,6 +268,7 @@ def generate(
     cache_memory: CacheMemory = None,
     cache_type: CacheType = "bfloat16",
     speculate: Speculate = Drafts.LOOKUP,
+    draft_model: DraftModel = None,
     chat_template: ChatTemplate = None,
 ) -> None:
     """Write one answer to a prompt: as a chat if the model has a chat template, else its continuation."""
@@ -262,7 +276,8 @@ def generate(
 
     text = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
     options = _options(max_tokens, temperature, top_p, seed)
-    with _engine(folder, threads, context, cache_memory, cache_type, speculate, chat_template) as (engine, read):
+    how = threads, context, cache_memory, cache_type, speculate, draft_model, chat_template
+    with _engine(folder, *how) as (engine, read):
         for piece in complete(engine, read, text, options):
             typer.echo(piece, nl=False)
         typer.echo()
@@ -284,9 +299,10 @@ def _engine(
     cache_memory: str | None,
     cache_type: _CacheType,
     speculate: Drafts,
+    draft_model: Path | None,
     chat_template: Path | None,
 ) -> Iterator[tuple[Engine, ModelFolder]]:
-    from .server.run import ServeOptions, open_engine, prepare_decoder
+    from .server.run import ServeOptions, open_engine, prepare_decoder, prepare_draft_model
     from .server.start_checks import check_engine_options
 
     options = ServeOptions(
@@ -296,11 +312,13 @@ def _engine(
         cache_type=cache_type,
         max_sequences=1,
         speculate=speculate.value,
+        draft_model=draft_model,
         chat_template=chat_template,
     )
     check_engine_options(folder, options)
     with progress_bar() as progress:
         prepared = prepare_decoder(folder, progress, print_step)
+        options = prepare_draft_model(options, progress, print_step)
     with open_engine(prepared, options, print_step) as opened:
         yield opened
 

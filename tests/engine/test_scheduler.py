@@ -1,22 +1,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ortolan.engine import BLOCK_TOKENS, Request, SamplingOptions
-from ortolan.engine.drafts import Drafter, LookupDrafter
 from ortolan.engine.sequence import Sequence
-from ortolan.engine.speculation import Speculation
 from ortolan.errors import ArgumentError
 
 from ..sampling import examples
-from .chain_drafter import ChainDrafter
 from .simulation import Simulation
 from .small_model import VOCABULARY, answer
+from .speculations import SPECULATIONS
 
 GREEDY = SamplingOptions(temperature=0)
 
@@ -262,7 +259,7 @@ EVENTS = st.lists(st.one_of(st.integers(1, 6), REQUESTS, st.just("cancel")), min
     st.integers(9, 40),
     st.sampled_from((16, 17, 40, 100)),
     st.integers(1, 8),
-    st.sampled_from((None, LookupDrafter, ChainDrafter)),
+    st.sampled_from(sorted(SPECULATIONS)),
     st.booleans(),
     st.randoms(),
 )
@@ -271,13 +268,12 @@ def test_any_arrivals(
     blocks: int,
     budget: int,
     most: int,
-    drafter: Callable[[], Drafter] | None,
+    drafts: str,
     repeats: bool,
     chance: random.Random,
 ) -> None:
     """Answers equal those of each request alone; the checks of the simulation hold in each step; all requests end."""
-    speculation = None if drafter is None else Speculation(drafter())
-    simulation = Simulation(blocks, budget, most, speculation, repeats)
+    simulation = Simulation(blocks, budget, most, SPECULATIONS[drafts](), repeats)
     cancelled: set[Sequence] = set()
     work = 0
     for event in events:
@@ -315,11 +311,10 @@ def test_nobody_waits_for_those_who_came_later(sizes: list[tuple[int, int]], blo
         assert simulation.ended[sequence] - simulation.submitted[sequence] <= earlier
 
 
-@pytest.mark.parametrize("drafter", [None, LookupDrafter, ChainDrafter])
-def test_thousands_of_arrivals(drafter: Callable[[], Drafter] | None) -> None:
+@pytest.mark.parametrize("drafts", sorted(SPECULATIONS))
+def test_thousands_of_arrivals(drafts: str) -> None:
     chance = random.Random(0)
-    speculation = None if drafter is None else Speculation(drafter())
-    simulation = Simulation(16, 48, 8, speculation, repeats=drafter is not None)
+    simulation = Simulation(16, 48, 8, SPECULATIONS[drafts](), repeats=drafts != "none")
     sequences: list[Sequence] = []
     while len(sequences) < 1000:
         for _ in range(chance.choice((0, 0, 1, 2))):
@@ -331,5 +326,5 @@ def test_thousands_of_arrivals(drafter: Callable[[], Drafter] | None) -> None:
         simulation.step()
     simulation.run()
     assert simulation.scheduler.preemptions > 100 and simulation.scheduler.prefix_hits > 5_000
-    assert drafter is None or 1000 < simulation.accepted < simulation.drafted
+    assert drafts == "none" or 1000 < simulation.accepted < simulation.drafted
     check_answers(simulation, sequences)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -12,9 +13,11 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from ortolan.engine import BLOCK_TOKENS, Engine, Output, Request, RowState, Sampled, SamplingOptions, Step
+from ortolan.engine.draft_model import DraftModel
 from ortolan.engine.drafts import Draft, Drafter, LookupDrafter
 from ortolan.engine.sequence import Sequence
-from ortolan.engine.speculation import MOST_DRAFTED, MOST_ROWS, Speculation, StepCosts
+from ortolan.engine.speculation import MOST_DRAFTED, Speculation
+from ortolan.engine.step_costs import MOST_ROWS, StepCosts
 from ortolan.errors import ArgumentError, OrtolanError
 
 from .chain_drafter import ChainDrafter
@@ -93,9 +96,13 @@ def _event(output: Output) -> tuple[Any, ...]:
     return output.tokens, output.text, output.logprobs, output.finish_reason, output.error, output.generated
 
 
-@pytest.mark.parametrize("drafter", [LookupDrafter, ChainDrafter])
+def small_draft_model() -> DraftModel:
+    return DraftModel(SmallModel(60, 90, repeats=True))
+
+
+@pytest.mark.parametrize("drafter", [LookupDrafter, ChainDrafter, small_draft_model])
 @pytest.mark.parametrize("blocks", [20, 300])
-def test_all_events_are_those_without_drafts(drafter: type[Drafter], blocks: int) -> None:
+def test_all_events_are_those_without_drafts(drafter: Callable[[], Drafter | DraftModel], blocks: int) -> None:
     """Penalties, grammars, stop strings, log probabilities, seeds, choices, and preemption if there are few blocks."""
     chance = random.Random(blocks)
     requests = [random_request(chance) for _ in range(80)]
@@ -215,7 +222,7 @@ def test_an_answer_with_drafts_is_found_by_the_next_turn() -> None:
 
 
 def test_other_sources_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="speculation is 'magic', expected 'lookup', a Drafter, or None"):
+    with pytest.raises(ArgumentError, match="speculation is 'magic', expected 'lookup', a DraftModel, a Drafter"):
         Engine(SmallModel(8), sampler=SmallSampler(), speculation="magic")  # type: ignore[arg-type]
 
 
@@ -282,6 +289,23 @@ def test_drafts_that_are_too_long_are_cut() -> None:
             return super().propose(sequences, [2 * count for count in most])
 
     assert chosen(Speculation(Long(0.99, 0.99)), [4, 2], tokens=100) == [4, 2]
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_a_drafter_that_fails_is_not_used_again(is_short: bool, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Fixed):
+        calls = 0
+
+        def propose(self, sequences: Items[Sequence], most: Items[int]) -> list[Draft]:
+            Broken.calls += 1
+            if is_short:
+                return []
+            raise ValueError("no idea")
+
+    speculation = Speculation(Broken(0.99))
+    assert chosen(speculation, [4, 2]) == chosen(speculation, [4, 2]) == [0, 0]
+    assert Broken.calls == 1
+    assert "the drafter failed and is not used again" in caplog.text
 
 
 def test_drafts_beside_prompts_cost_what_prompts_cost() -> None:

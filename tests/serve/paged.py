@@ -31,5 +31,4 @@ def run(model: PagedModel, *chunks: Chunk) -> np.ndarray:
 
 def open_model(path: Path, threads: int = 1, blocks: int = 40, cache_type: CacheType = "bfloat16") -> PagedModel:
     """Open a model whose pools have this number of blocks."""
-    size = PagedModel.open(path, cache_type=cache_type).block_bytes
-    return PagedModel.open(path, threads=threads, cache_bytes=size * blocks, cache_type=cache_type)
+    return PagedModel.open(path, threads=threads, blocks=blocks, cache_type=cache_type)

@@ -20,18 +20,21 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
+tokenizers = pytest.importorskip("tokenizers")
 
 from typer.testing import CliRunner  # noqa: E402
 
 from ortolan.cli import app  # noqa: E402
 from ortolan.cli_serve import read_bytes  # noqa: E402
 from ortolan.conversation import AnswerOptions, Conversation, complete  # noqa: E402
+from ortolan.engine import Request, SamplingOptions  # noqa: E402
 from ortolan.engine.model import CacheType  # noqa: E402
 from ortolan.errors import ArgumentError, ModelError, OrtolanError  # noqa: E402
 from ortolan.graph_passes.measure.machine import usable_memory  # noqa: E402
 from ortolan.importer import import_gguf  # noqa: E402
 from ortolan.models import tiny  # noqa: E402
 from ortolan.server.conversion import model_kind, serving_folder  # noqa: E402
+from ortolan.server.draft_check import check_same_tokens  # noqa: E402
 from ortolan.server.model_folder import read_model_folder  # noqa: E402
 from ortolan.server.run import ServeOptions, model_name, open_application, open_engine, prepare_model, serve  # noqa: E402
 from ortolan.server.start_checks import check_engine_options  # noqa: E402
@@ -367,6 +370,75 @@ def test_options_of_the_terminal_are_checked_before_the_conversion(command, opti
     write_gguf(tmp_path / "m.gguf", CONFIGS["llama"])
     found = invoke(command[0], tmp_path / "m.gguf", *command[1:], *options)
     assert found.exit_code == 1 and reason in found.output
+
+
+def test_a_draft_model_of_other_tokens_is_refused_before_the_conversion(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("ortolan.server.conversion._convert", None)
+    write_gguf(tmp_path / "m.gguf", CONFIGS["llama"])
+    write_gguf(tmp_path / "wide.gguf", replace(CONFIGS["llama"], vocab_size=120))
+    other = tmp_path / "other"
+    other.mkdir()
+    onnx.save(llama("gqa"), other / "model.onnx")
+    write_wordpiece(other / "tokenizer.json")
+    encoder = tmp_path / "encoder"
+    encoder.mkdir()
+    write_reranker(encoder, vocab_size=256)
+    for model, draft, reason in (
+        ("m.gguf", "wide.gguf", "has a vocabulary of 120 tokens, expected 97, as .*m.gguf' has"),
+        (folder, "m.gguf", "has a vocabulary of 97 tokens, expected"),
+        (
+            "m.gguf",
+            "other",
+            r"tokens of the draft model .*other' are not those .*: token 0 is '.*', expected '<\|end",
+        ),
+        ("m.gguf", "missing.gguf", "missing.gguf"),
+        ("m.gguf", "encoder", "encoder' is an embedding model or a reranker, expected a decoder"),
+        ("encoder", "m.gguf", "encoder' is an embedding model or a reranker, expected a decoder"),
+    ):
+        with pytest.raises(OrtolanError, match=reason):
+            check_engine_options(tmp_path / model, ServeOptions(draft_model=tmp_path / draft))
+    with pytest.raises(ArgumentError, match="speculate is off, but there is a draft model"):
+        check_engine_options(folder, ServeOptions(draft_model=folder, speculate="off"))
+    check_engine_options(tmp_path / "m.gguf", ServeOptions(draft_model=tmp_path / "m.gguf"))
+
+
+def test_tokens_of_a_gguf_file_that_was_converted_are_read_from_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path / "cache"))
+    write_gguf(tmp_path / "m.gguf", CONFIGS["llama"])
+    write_gguf(tmp_path / "same.gguf", CONFIGS["llama"])
+    serving_folder(tmp_path / "m.gguf", tmp_path / "cache")
+    check_same_tokens(tmp_path / "m.gguf", tmp_path / "same.gguf")
+    monkeypatch.setattr("ortolan.models.gguf.model.read_model", None)
+    check_same_tokens(tmp_path / "m.gguf", tmp_path / "m.gguf")
+    with pytest.raises(TypeError):
+        check_same_tokens(tmp_path / "m.gguf", tmp_path / "same.gguf")
+
+
+def test_special_tokens_of_a_draft_model_may_differ(tmp_path):
+    for name, different in (("a", 0), ("b", 1), ("c", 9)):
+        (tmp_path / name).mkdir()
+        onnx.save(llama("gqa", vocab_size=600), tmp_path / name / "model.onnx")
+        words = {f"w{index}" if index >= different else f"<{index}>": index for index in range(600)}
+        tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "w100")).save(str(tmp_path / name / "tokenizer.json"))
+    check_same_tokens(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(ModelError, match=r"9 of 600 tokens .*: token 0 is '<0>', expected 'w0'; use a draft model of"):
+        check_same_tokens(tmp_path / "a", tmp_path / "c")
+
+
+def test_a_draft_model_is_converted_and_used(folder, prepared, monkeypatch):
+    monkeypatch.setattr("ortolan.server.run.default_cache_dir", lambda: prepared.parent.parent)
+    found = []
+    for options in ([], ["--draft-model", folder]):
+        result = invoke("generate", prepared, "hello", *LIMITS[:-4], "--max-tokens", 60, "--temperature", 0, *options)
+        assert result.exit_code == 0, result.output
+        found.append(result.stdout)
+    assert found[0] == found[1]
+    with open_engine(prepared, replace(SMALL, draft_model=prepared)) as (engine, _):
+        source = engine._speculation._model
+        assert source.model.blocks == engine.model.blocks
+        stream = engine.submit(Request((1, 2, 3), 60, SamplingOptions(temperature=0)))
+        assert sum(len(output.tokens) for output in stream) == 60
+        assert source._calls > 1
 
 
 @pytest.mark.parametrize("name", ["folder", "prepared", "GGUF"])

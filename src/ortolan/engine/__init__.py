@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .draft_model import DraftModel
 from .drafts import Draft, Drafter
 from .engine import Engine
 from .requests import (
@@ -27,6 +28,7 @@ _LAZY = {"GrammarTokenizer": ".grammar", "TokenGrammar": ".grammar"}  # few prog
 __all__ = [
     "BLOCK_TOKENS",
     "Draft",
+    "DraftModel",
     "Drafter",
     "Engine",
     "EngineClosedError",

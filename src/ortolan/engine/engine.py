@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ..errors import ArgumentError, OrtolanError, one_line, wrong_type
 from .choice import Choice
+from .draft_model import DraftModel
 from .drafts import Drafter, LookupDrafter
 from .requests import EngineClosedError, ErrorKind, FinishReason, QueueFullError, Request
 from .rows import Sampled, TokenSampler
@@ -63,7 +64,7 @@ class Engine:
         max_step_tokens: int = 512,
         max_sequences: int = 64,
         max_queue: int = 1024,
-        speculation: Literal["lookup"] | Drafter | None = "lookup",
+        speculation: Literal["lookup"] | DraftModel | Drafter | None = "lookup",
     ) -> None:
         """Start an engine.
 
@@ -78,17 +79,23 @@ class Engine:
                 the tokens that the pools hold, or 2**20 tokens if that is more.
             speculation: Where drafts of the next tokens come from. A call of the model verifies them, so that answers
                 are the same with any drafts. "lookup": what followed the same tokens earlier in prompt and answer.
-                None: each call computes one token of an answer.
+                A DraftModel: as "lookup", and where that has no likely draft, what a smaller model of the same
+                vocabulary guesses. None: each call computes one token of an answer.
 
         Raises:
             ArgumentTypeError: The tokenizer is of a different library.
-            ArgumentError: A number is out of range.
+            ArgumentError: A number is out of range, or the draft model has another vocabulary.
         """
         if tokenizer is not None and not hasattr(tokenizer, "get_added_tokens_decoder"):
             expected = "a tokenizers.Tokenizer; load one with tokenizers.Tokenizer.from_file('tokenizer.json')"
             raise wrong_type("tokenizer", tokenizer, expected)
         if max_queue < 1:
             raise ArgumentError(f"max_queue is {max_queue}, expected at least 1")
+        if isinstance(speculation, DraftModel) and speculation.model.vocabulary != model.vocabulary:
+            raise ArgumentError(
+                f"the draft model has a vocabulary of {speculation.model.vocabulary} tokens, expected "
+                f"{model.vocabulary}, the model's; use a draft model of the same family"
+            )
         self.model = model
         self.tokenizer = tokenizer
         self.context = min(model.context, model.blocks * BLOCK_TOKENS)
@@ -315,6 +322,7 @@ class Engine:
         began = time.monotonic()
         self._end_late(began)
         plan = self._scheduler.schedule()
+        drafted = time.monotonic()
         if plan is None:
             if self._active:
                 raise AssertionError(f"{len(self._active)} sequences are active, and none was scheduled")
@@ -336,10 +344,10 @@ class Engine:
             self._scheduler.settle(plan)
         elif plan.rows:
             self._sample(cast("list[Choice]", plan.rows), logits)
-        seconds = time.monotonic() - began
-        counters.step_seconds.observe(seconds)
-        if self._speculation is not None:
-            self._speculation.observe(len(plan.step.logit_rows), len(plan.step.input_ids), seconds)
+        ended = time.monotonic()
+        counters.step_seconds.observe(ended - began)
+        if self._speculation is not None:  # without the time of the draft model
+            self._speculation.observe(len(plan.step.logit_rows), len(plan.step.input_ids), ended - drafted)
 
     def _end_late(self, now: float) -> None:
         deadlines = self._deadlines
@@ -480,11 +488,13 @@ def _text_stream(tokenizer: Tokenizer, request: Request, special: frozenset[int]
     return TextStream(Detokenizer(tokenizer, request.prompt, special), request.stop)
 
 
-def _speculation(source: Literal["lookup"] | Drafter | None) -> Speculation | None:
+def _speculation(source: Literal["lookup"] | DraftModel | Drafter | None) -> Speculation | None:
     if isinstance(source, str):
         if source != "lookup":
-            raise ArgumentError(f"speculation is {source!r}, expected 'lookup', a Drafter, or None")
+            raise ArgumentError(f"speculation is {source!r}, expected 'lookup', a DraftModel, a Drafter, or None")
         return Speculation(LookupDrafter())
+    if isinstance(source, DraftModel):
+        return Speculation(LookupDrafter(), source)
     return None if source is None else Speculation(source)
 
 

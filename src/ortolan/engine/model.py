@@ -51,7 +51,11 @@ class PagedModel:
     """
 
     def __init__(
-        self, session: onnxruntime.InferenceSession, context: int | None = None, cache_bytes: int | None = None
+        self,
+        session: onnxruntime.InferenceSession,
+        context: int | None = None,
+        cache_bytes: int | None = None,
+        blocks: int | None = None,
     ) -> None:
         """Allocate the pools. Their memory is used only when blocks are written for the first time.
 
@@ -60,6 +64,7 @@ class PagedModel:
             context: The most tokens of a sequence. Default: the model's limit, or else the tokens of the pools.
             cache_bytes: The size of all pools together. Default: a quarter of the memory of the machine, or of the
                 process's cgroup if that is less, but not more than the context of 64 sequences.
+            blocks: The number of blocks of the pools, instead of their size.
 
         Raises:
             ModelError: The session has not the form for serving, or another version of it.
@@ -104,7 +109,9 @@ class PagedModel:
         if context is not None and limit is not None and not 1 <= context <= limit:
             raise ArgumentError(f"context is {context}, expected 1 to the model's {limit} tokens")
         wanted = context or limit
-        if cache_bytes is None:
+        if blocks is not None:
+            cache_bytes = blocks * self.block_bytes
+        elif cache_bytes is None:
             cache_bytes = usable_memory() // _SHARE_OF_MEMORY
             if wanted is not None:
                 cache_bytes = min(cache_bytes, _MOST_SEQUENCES * _blocks(wanted) * self.block_bytes)
@@ -133,6 +140,7 @@ class PagedModel:
         context: int | None = None,
         cache_bytes: int | None = None,
         cache_type: CacheType = "bfloat16",
+        blocks: int | None = None,
     ) -> PagedModel:
         """Open the model of a folder, or a model file.
 
@@ -143,6 +151,7 @@ class PagedModel:
             cache_bytes: As for the constructor.
             cache_type: The type of keys and values in the KV cache. int8 has a scale for each token and head, and takes
                 about half the memory.
+            blocks: As for the constructor.
 
         Raises:
             SessionError: The model cannot be opened.
@@ -158,7 +167,7 @@ class PagedModel:
         path = Path(folder)
         file = model_in(path) if path.is_dir() else path
         model = _with_int8_cache(file, options) if cache_type == "int8" else file
-        return cls(create_session(model, options), context, cache_bytes)
+        return cls(create_session(model, options), context, cache_bytes, blocks)
 
     def run(self, step: Step) -> np.ndarray:
         """Append the tokens of a step to the pools, and return the logits float32 [rows, vocabulary]."""

@@ -13,7 +13,7 @@ from ..errors import ArgumentError
 from .blocks import BlockHasher, BlockPool
 from .sequence import Sequence, State, blocks_of
 from .speculation import Speculation
-from .step import BLOCK_TOKENS, COLUMNS, Step
+from .step import BLOCK_TOKENS, COLUMNS, Step, pack_step
 from .waiting import WaitingQueue
 
 _MOST_DEFERRED = 16  # sequences that are looked at in a step though they wait for others
@@ -384,10 +384,6 @@ class Scheduler:
     def _plan(self) -> Plan:
         counts, drafts = self._counts, self._drafts
         sequences = list(counts)
-        lengths = np.fromiter(counts.values(), np.int64, len(counts))
-        starts = np.zeros(len(counts) + 1, np.int64)
-        np.cumsum(lengths, out=starts[1:])
-        past = np.array([one.computed for one in sequences], np.int64)
         ids = array("q")
         rows: list[Sequence] = []
         row_indices: list[int] = []
@@ -409,10 +405,8 @@ class Scheduler:
         columns = -(-widest // COLUMNS) * COLUMNS
         # take copies: the table may change while a caller still holds the step
         table = self._table[:, :columns].take([one.slot for one in sequences], axis=0)
-        positions = np.arange(len(ids), dtype=np.int64)
-        positions += np.repeat(past - starts[:-1], lengths)
-        step = Step(np.array(ids), positions, starts, past, table, np.array(row_indices, np.int64))
-        return Plan(step, counts, rows, drafts)
+        past = [one.computed for one in sequences]
+        return Plan(pack_step(ids, list(counts.values()), past, table, row_indices), counts, rows, drafts)
 
 
 def _demand(sequence: Sequence) -> int:

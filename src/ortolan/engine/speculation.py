@@ -2,77 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
+import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
+from .draft_model import DraftModel
 from .drafts import Draft, Drafter
 from .sequence import Sequence
+from .step_costs import MOST_ROWS, StepCosts
 
-MOST_ROWS = 64  # of logits in a step with drafts; each takes 4 bytes a token of the vocabulary
+_log = logging.getLogger(__name__)
 MOST_DRAFTED = 15  # tokens of a draft, so that the last token and the draft fill one tile of 16 rows
-_LEAST_GAIN = 1.02  # least expected gain of a step with drafts, because estimates have errors
-_GROWTH = 0.25  # until they are measured, steps of n times the tokens take n ** _GROWTH times as long
-_STALE_STEPS = 256  # after that many steps, a measurement is made again if drafts may gain
-_MOST_ERROR = 2.0  # a longer step is counted as this much longer than expected: other load of the machine
-_LEAST_SECONDS = 1e-6  # of a step; a coarse clock may show 0
-_SCALE_RATE, _LEAST_RATE = 0.5, 0.1  # of learning the scale and relative costs
-
-
-class StepCosts:
-    """Relative costs of steps of decoding by their number of tokens, learned from each step.
-
-    A common scale follows the lengths of the sequences and other load of the machine. Relative costs change only when a
-    step has another number of tokens than the step before it, so that the two are measured under equal conditions.
-    """
-
-    def __init__(self) -> None:
-        self._relative = [0.0] * (MOST_ROWS + 1)
-        self._counts = [0] * (MOST_ROWS + 1)  # of measurements
-        self._latest = [0] * (MOST_ROWS + 1)  # the number of the last step that was measured
-        self._scale = 0.0  # seconds
-        self._steps = self._last = 0
-
-    def observe(self, tokens: int, seconds: float) -> None:
-        """Learn from a step of up to MOST_ROWS tokens."""
-        seconds = max(seconds, _LEAST_SECONDS)
-        self._steps += 1
-        known = self._relative[tokens] if self._is_fresh(tokens) else self.table(tokens, tokens)[0]
-        if not self._scale:
-            self._scale = seconds / known
-        error = min(max(seconds / (self._scale * known), 1 / _MOST_ERROR), _MOST_ERROR)
-        if tokens != self._last:
-            count = 1 + (self._counts[tokens] if self._is_fresh(tokens) else 0)
-            change = error ** max(1 / (count + 1), _LEAST_RATE)
-            self._relative[tokens] = known * change
-            self._counts[tokens] = count
-            error /= change
-        self._scale *= error**_SCALE_RATE
-        self._latest[tokens] = self._steps
-        self._last = tokens
-
-    def table(self, first: int, last: int) -> list[float]:
-        """Return the relative costs of steps of `first` to `last` tokens."""
-        known = [n for n in range(1, MOST_ROWS + 1) if self._is_fresh(n)]
-        return [self._cost(n, known) for n in range(first, last + 1)]
-
-    def _cost(self, tokens: int, known: list[int]) -> float:
-        """Return the cost of a step, from the nearest numbers of tokens that were measured."""
-        cost, place = self._relative, bisect_left(known, tokens)
-        below, above = known[:place][-1:], known[place : place + 1]
-        if above == [tokens]:
-            return cost[tokens]
-        if below and above:
-            low, high = cost[below[0]], cost[above[0]]
-            return low + (high - low) * (tokens - below[0]) / (above[0] - below[0])
-        if not below and not above:
-            return math.pow(tokens, _GROWTH)
-        (nearest,) = below or above
-        return cost[nearest] * math.pow(tokens / nearest, _GROWTH)
-
-    def _is_fresh(self, tokens: int) -> bool:
-        return self._counts[tokens] > 0 and self._steps - self._latest[tokens] <= _STALE_STEPS
+_LEAST_GAIN = 1.02  # the expected gain of a step with drafts, because estimates err
 
 
 class Speculation:
@@ -82,8 +23,10 @@ class Speculation:
     likeliest drafted tokens are taken, up to the number that makes (sequences + their chances) / t largest.
     """
 
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
+    def __init__(self, drafter: Drafter, model: DraftModel | None = None) -> None:
+        """Choose among the drafts of a drafter, and of a model where the drafter's first token is less likely."""
+        self._drafter: Drafter | None = drafter
+        self._model = model
         self.costs = StepCosts()
 
     def choose(self, most: dict[Sequence, int], rows: int, tokens: int, left: int) -> dict[Sequence, Items[int]]:
@@ -99,22 +42,56 @@ class Speculation:
         wanted = {one: min(count, room, MOST_DRAFTED) for one, count in most.items() if count > 0}
         if room <= 0 or not wanted:
             return {}
-        drafts = [
-            Draft(draft.tokens[:limit], draft.chances[:limit])  # a longer one could exceed the context
-            for draft, limit in zip(
-                self._drafter.propose(list(wanted), list(wanted.values())), wanted.values(), strict=True
-            )
-        ]
+        drafts = self._propose(wanted)
+        if self._model is not None and tokens == rows:  # beside prompts, steps take long enough
+            self._improve(self._model, drafts, wanted, rows, room)
         chances = sorted((chance for draft in drafts for chance in draft.chances), reverse=True)[:room]
         count = self._count(chances, rows, tokens)
         if count == 0:
             return {}
         return _likeliest(wanted, drafts, chances[count - 1], count)
 
+    def _propose(self, wanted: dict[Sequence, int]) -> list[Draft]:
+        """Return the drafter's drafts, cut to their limits: a longer one could exceed the context."""
+        limits = list(wanted.values())
+        if self._drafter is not None:
+            try:
+                drafts = self._drafter.propose(list(wanted), limits)
+                return [
+                    Draft(draft.tokens[:limit], draft.chances[:limit])
+                    for draft, limit in zip(drafts, limits, strict=True)
+                ]
+            except Exception:  # answers do not need it
+                _log.exception("the drafter failed and is not used again")
+                self._drafter = None
+        return [Draft() for _ in limits]
+
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
         """Learn the cost of a step, unless it had chunks of prompts."""
         if tokens == rows <= MOST_ROWS:
             self.costs.observe(tokens, seconds)
+
+    def _improve(
+        self, model: DraftModel, drafts: list[Draft], wanted: dict[Sequence, int], rows: int, room: int
+    ) -> None:
+        """Replace drafts whose first token is less likely than the model's usually are."""
+        poor = {
+            sequence: index
+            for index, (sequence, draft) in enumerate(zip(wanted, drafts, strict=True))
+            if not draft.chances or draft.chances[0] < model.accuracy
+        }
+        if not poor:
+            return
+        steps = self.costs.seconds(rows, rows + min(room, MOST_DRAFTED * len(poor)))
+        try:
+            better = model.propose(list(poor), [wanted[one] for one in poor], rows, steps)
+        except Exception:  # answers do not need it
+            _log.exception("the draft model failed and is not used again")
+            self._model = None
+            return
+        for index, draft in zip(poor.values(), better, strict=True):
+            if sum(draft.chances) > sum(drafts[index].chances):
+                drafts[index] = draft
 
     def _count(self, chances: list[float], rows: int, tokens: int) -> int:
         """Return how many of the likeliest drafted tokens to take."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +32,26 @@ class Step:
     past_lengths: NDArray[np.int64]
     block_table: NDArray[np.int64]
     logit_rows: NDArray[np.int64]
+
+
+def pack_step(
+    ids: Items[int], lengths: Items[int], past: Items[int], table: NDArray[np.int64], rows: Items[int]
+) -> Step:
+    """Return a step.
+
+    Args:
+        ids: The tokens of all sequences, one sequence after the other.
+        lengths: The number of tokens of each sequence.
+        past: As `Step.past_lengths`.
+        table: As `Step.block_table`.
+        rows: As `Step.logit_rows`.
+    """
+    counts, stored = np.array(lengths, np.int64), np.array(past, np.int64)
+    starts = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    positions = np.arange(len(ids), dtype=np.int64)
+    positions += np.repeat(stored - starts[:-1], counts)
+    return Step(np.array(ids, np.int64), positions, starts, stored, table, np.array(rows, np.int64))
 
 
 class Model(Protocol):

@@ -37,7 +37,7 @@ try:
 
     from ..engine.model import CacheType
     from .http import DONE, error_response, event, read_content
-    from .run import ServeOptions, model_name, open_application, prepare_model
+    from .run import ServeOptions, model_name, open_application, prepare_draft_model, prepare_model
     from .start_checks import check_engine_options, check_server_options
 except ImportError as error:
     raise OrtolanError(f"this needs Ray Serve ({error}); install it with: pip install 'ortolan[ray]'") from error
@@ -69,6 +69,7 @@ class RayConfig(BaseModel):
         max_step_tokens: The most tokens of a call of the model.
         max_sequences: The most answers that run at the same time in a replica.
         speculate: "lookup" or "off", see `ServeOptions`.
+        draft_model: As in ServeOptions, with the same path on every machine.
         max_seconds: The longest time of a request, waiting included.
         max_queued: Requests that wait in a router; more get 429.
         encoder: An embedding model or a reranker that each replica serves too.
@@ -93,6 +94,7 @@ class RayConfig(BaseModel):
     max_step_tokens: PositiveInt = 512
     max_sequences: PositiveInt = 64
     speculate: Literal["lookup", "off"] = "lookup"
+    draft_model: str | None = None
     max_seconds: float = 600
     max_queued: PositiveInt = 1000
     encoder: str | None = None
@@ -112,6 +114,7 @@ class RayConfig(BaseModel):
             max_step_tokens=self.max_step_tokens,
             max_sequences=self.max_sequences,
             speculate=self.speculate,
+            draft_model=None if self.draft_model is None else Path(self.draft_model),
             encoder=None if self.encoder is None else Path(self.encoder),
             tool_calls=self.tool_calls,
             chat_template=None if self.chat_template is None else Path(self.chat_template),
@@ -185,7 +188,8 @@ class Server:
         check_server_options(read.options())
         check_engine_options(Path(read.model), read.options())
         prepared = prepare_model(Path(read.model))
-        self._application = self._stack.enter_context(open_application(prepared, read.options()))
+        options = prepare_draft_model(read.options())
+        self._application = self._stack.enter_context(open_application(prepared, options))
         self._opened = False
 
     def _open(self) -> None:

@@ -45,6 +45,8 @@ class ServeOptions:
         max_sequences: The most sequences that run at the same time.
         max_queue: The most sequences that wait; more get 429.
         speculate: "lookup": draft tokens from what followed the same tokens earlier, see `Engine`; "off": do not.
+        draft_model: A smaller decoder of the same vocabulary, a GGUF file or a folder, that drafts tokens where
+            "lookup" finds none.
         encoder: An embedding model or a reranker that is served too.
         tool_calls: The form of tool calls, if the chat template does not tell: hermes, qwen3_coder, mistral or llama.
         chat_template: A Jinja file that replaces the model's chat template.
@@ -66,6 +68,7 @@ class ServeOptions:
     max_sequences: int = 64
     max_queue: int = 1024
     speculate: Literal["lookup", "off"] = "lookup"
+    draft_model: Path | None = None
     encoder: Path | None = None
     tool_calls: str | None = None
     chat_template: Path | None = None
@@ -106,6 +109,7 @@ def serve(
         listening = stack.enter_context(_listen(chosen.host, chosen.port))
         named = replace(chosen, name=chosen.name or model_name(Path(model)))
         prepared = prepare_model(Path(model), progress, say)
+        named = prepare_draft_model(named, progress, say)
         application = stack.enter_context(open_application(prepared, named, say))
 
         def ready() -> None:
@@ -188,6 +192,15 @@ def prepare_decoder(model: Path, progress: Progress | None = None, say: Callable
     return prepared
 
 
+def prepare_draft_model(
+    options: ServeOptions, progress: Progress | None = None, say: Callable[[str], None] | None = None
+) -> ServeOptions:
+    """Return options whose draft model has the form for serving. Arguments and errors as `prepare_decoder`."""
+    if options.draft_model is None:
+        return options
+    return replace(options, draft_model=prepare_decoder(options.draft_model, progress, say))
+
+
 @contextmanager
 def open_application(
     model: Path, options: ServeOptions, say: Callable[[str], None] | None = None
@@ -235,7 +248,7 @@ def open_engine(
         options: Options.
         say: Called with a line if the cache is too small for the model's context.
     """
-    from ..engine import Engine
+    from ..engine import DraftModel, Engine
     from ..engine.model import PagedModel
     from .model_folder import read_model_folder
 
@@ -250,13 +263,19 @@ def open_engine(
     if say is not None and options.context is None and paged.limit is not None and paged.context < paged.limit:
         why = "--cache-memory" if options.cache_bytes is not None else "the machine's memory; see --cache-memory"
         say(f"context is {paged.context} of the model's {paged.limit} tokens, because of {why}")
+    source: Literal["lookup"] | DraftModel | None = None if options.speculate == "off" else "lookup"
+    if options.draft_model is not None:  # its cache holds as many tokens
+        smaller = PagedModel.open(
+            options.draft_model, threads=options.threads, cache_type=options.cache_type, blocks=paged.blocks
+        )
+        source = DraftModel(smaller)
     with Engine(
         paged,
         tokenizer=read.tokenizer,
         max_step_tokens=options.max_step_tokens,
         max_sequences=options.max_sequences,
         max_queue=options.max_queue,
-        speculation=None if options.speculate == "off" else options.speculate,
+        speculation=source,
     ) as engine:
         yield engine, read
 

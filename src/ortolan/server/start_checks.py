@@ -17,6 +17,7 @@ from ..engine import BLOCK_TOKENS
 from ..engine.model import check_cache_type
 from ..errors import ArgumentError, ModelError, OrtolanError, missing_model
 from .chat import read_template_file
+from .draft_check import check_same_tokens
 from .model_folder import check_tool_family
 
 if TYPE_CHECKING:
@@ -55,6 +56,10 @@ def check_engine_options(model: Path, options: ServeOptions) -> None:
         read_template_file(options.chat_template)
     _check_numbers(options)
     _check_sizes(model, options)
+    if options.draft_model is not None:
+        if options.speculate == "off":
+            raise ArgumentError("speculate is off, but there is a draft model: remove --speculate or --draft-model")
+        check_same_tokens(model, options.draft_model)
 
 
 def _check_key(key: str | None) -> None:
