@@ -155,11 +155,14 @@ def test_a_model_that_is_never_right_is_rarely_called(monkeypatch: pytest.Monkey
     ticks = count()
     monkeypatch.setattr(draft_model.time, "perf_counter", lambda: next(ticks) * 0.001 / 3)  # three times in a trial
     drafted = 0
-    for _ in range(300):
-        (draft,) = drafter.propose([sequence], [15], 1, FREE)
-        drafted += len(draft.tokens)
+    decisions = 0
+    for _ in range(320):
+        if not drafter.rests():
+            decisions += 1
+            (draft,) = drafter.propose([sequence], [15], 1, FREE)
+            drafted += len(draft.tokens)
         sequence.tokens.append(following(sequence.tokens, 1)[0])
-    assert 12 < drafted < 18 and len(model.calls) == drafted
+    assert decisions == 20 and 10 < drafted < 18 and len(model.calls) == drafted
 
 
 def test_it_is_used_again_when_it_is_right_again() -> None:

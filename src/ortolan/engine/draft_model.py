@@ -30,6 +30,7 @@ _LEAST_GAIN = 1.04  # the expected gain of drafting, because estimates err
 _HORIZON = 128  # tokens of an answer that should repay what it takes to compute its prompt
 _SHORT = BLOCK_TOKENS  # sequences that lack at most this many tokens are always computed
 _TRIAL_SHARE = 0.005  # of the time, for drafts that should not pay, to find out whether they do
+_REST = 16  # steps between decisions while drafts should not pay, because to decide takes time too
 _NOTHING = Draft()
 
 
@@ -100,7 +101,13 @@ class DraftModel:
         self._costs = StepCosts()  # of short calls
         self._token_seconds = 0.0  # in long calls
         self._calls = 0
+        self._rest = 0  # steps until the next decision
         self._credit = 0.0  # seconds that drafts which should not pay may take
+
+    def rests(self) -> bool:
+        """Count a step, and return whether it needs no call of `propose`, because drafts did not pay of late."""
+        self._rest = max(self._rest - 1, 0)
+        return self._rest > 0
 
     def propose(
         self, sequences: Items[Sequence], most: Items[int], rows: int = 0, steps: Items[float] = ()
@@ -121,7 +128,8 @@ class DraftModel:
         best, drafted = self._best_rate(len(sequences), call, rows, steps)
         is_trial = not drafted and bool(steps) and call > 0
         if is_trial:
-            self._credit = min(self._credit + _TRIAL_SHARE * steps[0], steps[0])
+            self._rest = _REST
+            self._credit = min(self._credit + _REST * _TRIAL_SHARE * steps[0], steps[0])
             if self._credit <= 0:
                 return [_NOTHING] * len(sequences)
         began = time.perf_counter()

@@ -43,7 +43,7 @@ class Speculation:
         if room <= 0 or not wanted:
             return {}
         drafts = self._propose(wanted)
-        if self._model is not None and tokens == rows:  # beside prompts, steps take long enough
+        if self._model is not None and tokens == rows and not self._model.rests():  # prompts take long enough
             self._improve(self._model, drafts, wanted, rows, room)
         chances = sorted((chance for draft in drafts for chance in draft.chances), reverse=True)[:room]
         count = self._count(chances, rows, tokens)
