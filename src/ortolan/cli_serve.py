@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from enum import StrEnum
@@ -232,9 +233,12 @@ def chat(
     with _engine(folder, *how) as (engine, read):
         first = [] if system is None else [{"role": "system", "content": system}]
         talk = Conversation(engine, read, options, list(first))
-        _keep_history()
-        print_step("/help lists the commands")
-        while (said := _ask()) is not None:
+        prompt = ""
+        if sys.stdin.isatty():
+            prompt = "> "
+            _keep_history()
+            print_step("/help lists the commands")
+        while (said := _ask(prompt)) is not None:
             if _COMMAND.match(said):
                 if not _obey(said.strip(), talk, first):
                     break
@@ -273,8 +277,11 @@ def generate(
 ) -> None:
     """Write one answer to a prompt: as a chat if the model has a chat template, else its continuation."""
     from .conversation import complete
+    from .errors import ArgumentError
 
     text = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
+    if not text.strip():
+        raise ArgumentError("the prompt is empty, expected a text, or - and a text on stdin")
     options = _options(max_tokens, temperature, top_p, seed)
     how = threads, context, cache_memory, cache_type, speculate, draft_model, chat_template
     with _engine(folder, *how) as (engine, read):
@@ -349,12 +356,13 @@ def _keep_history() -> None:
         import readline  # noqa: F401  # input() uses it once it is imported
 
 
-def _ask() -> str | None:
-    """Return the next line; None at the end."""
+def _ask(prompt: str) -> str | None:
+    """Return the next line; None at the end. prompt: empty if stdin is not a terminal."""
     try:
-        return input("> ")
+        return input(prompt)
     except (EOFError, KeyboardInterrupt):
-        typer.echo()
+        if prompt:
+            typer.echo()
         return None
 
 
