@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
@@ -243,7 +243,7 @@ def chat(
                 if not _obey(said.strip(), talk, first):
                     break
             elif said.strip():
-                _print_answer(talk.say(said.strip()))
+                _print_answer(talk, said.strip())
 
 
 def _obey(command: str, talk: Conversation, first: list[dict[str, Any]]) -> bool:
@@ -285,9 +285,11 @@ def generate(
     options = _options(max_tokens, temperature, top_p, seed)
     how = threads, context, cache_memory, cache_type, speculate, draft_model, chat_template
     with _engine(folder, *how) as (engine, read):
-        for piece in complete(engine, read, text, options):
+        notes: list[str] = []
+        for piece in complete(engine, read, text, options, notes.append):
             typer.echo(piece, nl=False)
         typer.echo()
+        _print_notes(notes)
 
 
 def _options(max_tokens: int | None, temperature: float | None, top_p: float | None, seed: int | None) -> AnswerOptions:
@@ -366,13 +368,14 @@ def _ask(prompt: str) -> str | None:
         return None
 
 
-def _print_answer(pieces: Generator[tuple[str, str]]) -> None:
-    """Print an answer as it arrives, its thoughts dimmed. Ctrl-C stops it."""
+def _print_answer(talk: Conversation, said: str) -> None:
+    """Print the answer to a message as it arrives, its thoughts dimmed. Ctrl-C stops it."""
     from .errors import OrtolanError
 
     shown = ""
+    notes: list[str] = []
     try:
-        with closing(pieces):
+        with closing(talk.say(said, notes.append)) as pieces:
             for kind, text in pieces:
                 typer.echo("\n\n" if shown not in ("", kind) else "", nl=False)
                 typer.echo(typer.style(text, dim=True) if kind == REASONING else text, nl=False)
@@ -382,3 +385,10 @@ def _print_answer(pieces: Generator[tuple[str, str]]) -> None:
     except OrtolanError as error:
         print_error(str(error))
     typer.echo()
+    _print_notes(notes)
+
+
+def _print_notes(notes: list[str]) -> None:
+    """Print why an answer was cut, below it."""
+    for line in notes:
+        print_step(line)

@@ -541,7 +541,8 @@ def test_the_command_chat(prepared):
     assert done.exit_code == 0, done.output
     half = len(done.stdout) // 2
     assert done.stdout[:half] == done.stdout[half:] != ""
-    assert done.stderr == "new conversation\n"
+    cut = "the answer was cut: --max-tokens is 8\n"
+    assert done.stderr == f"{cut}new conversation\n{cut}"
 
 
 def test_prompts_of_the_chat_in_a_terminal(prepared, monkeypatch):
@@ -575,7 +576,8 @@ def test_messages_that_look_like_commands(said, prepared):
 def test_a_chat_that_ends_with_its_input(prepared):
     done = invoke("chat", prepared, *LIMITS, input="x" * 200 + "\nhello\n")
     assert done.exit_code == 0, done.output
-    assert "context" in done.stderr  # the first message is too long; the second one gets an answer
+    # The first message is too long; the second one gets an answer.
+    assert "the context's 128; begin a new conversation with /new, or set a larger --context" in done.stderr
     assert done.stdout.strip()
 
 
@@ -610,16 +612,36 @@ def test_a_conversation():
         assert len(talk.messages) == 6
         with pytest.raises(ArgumentError, match="context"):
             list(talk.say("x" * 3000))
-        text = "".join(complete(application.engine, application._generator.folder, "hi", AnswerOptions()))
-        assert text == "Yes 1."
+        notes = []
+        folder = application._generator.folder
+        text = "".join(complete(application.engine, folder, "hi", AnswerOptions(), notes.append))
+        assert (text, notes) == ("Yes 1.", [])
 
 
 def test_a_prompt_without_a_template():
     with scripted_application(template=None) as application:
         folder = application._generator.folder
         assert "".join(complete(application.engine, folder, "aaa", AnswerOptions(max_tokens=4))) == "aaaa"
+        with pytest.raises(ArgumentError, match="the prompt has 2048 tokens, expected fewer .* a larger --context"):
+            list(complete(application.engine, folder, "a" * 2048, AnswerOptions()))
         with pytest.raises(OrtolanError, match="chat template"):
             list(Conversation(application.engine, folder).say("x"))
+
+
+def test_notes_on_answers_that_were_cut():
+    with scripted_application(lambda _: "word " * 1000) as application:
+        engine, folder = application.engine, application._generator.folder
+        notes = []
+        few = AnswerOptions(max_tokens=4)
+        assert "".join(complete(engine, folder, "hi", few, notes.append)) == "word"
+        list(complete(engine, folder, "hi", AnswerOptions(), notes.append))
+        list(Conversation(engine, folder).say("hi", notes.append))
+    full = "the answer was cut: the context of 2048 tokens is full;"
+    assert notes == [
+        "the answer was cut: --max-tokens is 4",
+        f"{full} shorten the prompt, or set a larger --context",
+        f"{full} begin a new conversation with /new, or set a larger --context",
+    ]
 
 
 def test_lines_at_the_start(folder, tmp_path, monkeypatch):
