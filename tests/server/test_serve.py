@@ -109,6 +109,16 @@ def test_a_gguf_file_is_converted_once(tmp_path):
     assert read_model_folder(found).sampling == {}
 
 
+@pytest.mark.parametrize(("content", "reason"), [(b"junk" * 9, "is not a GGUF file"), (b"", "cannot be read")])
+def test_a_file_that_is_no_gguf_file(content, reason, tmp_path):
+    path = tmp_path / "junk.gguf"
+    path.write_bytes(content)
+    said = []
+    with pytest.raises(OrtolanError, match=reason):
+        serving_folder(path, tmp_path / "cache", say=said.append)
+    assert not said and not (tmp_path / "cache").exists()
+
+
 CONVERT = """
 import sys, time
 from pathlib import Path
