@@ -17,10 +17,7 @@ from .cli_output import print_error, print_step, progress_bar
 if TYPE_CHECKING:
     from .conversation import AnswerOptions, Conversation
     from .engine import Engine
-    from .engine.model import CacheType as _CacheType
     from .server.model_folder import ModelFolder
-else:
-    _CacheType = str  # `check_engine_options` checks the value
 
 
 class Drafts(StrEnum):
@@ -28,6 +25,13 @@ class Drafts(StrEnum):
 
     LOOKUP = "lookup"
     OFF = "off"
+
+
+class CacheTypes(StrEnum):
+    """Types of keys and values in the KV cache."""
+
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
 
 
 Folder = Annotated[
@@ -58,9 +62,8 @@ CacheMemory = Annotated[
     ),
 ]
 CacheType = Annotated[
-    _CacheType,
+    CacheTypes,
     typer.Option(
-        metavar="TYPE",
         help="Keys and values in the KV cache: bfloat16, or int8, which takes about half the memory and changes "
         "answers slightly.",
     ),
@@ -89,14 +92,24 @@ Temperature = Annotated[
     float | None,
     typer.Option(
         min=0,
+        max=2,
         help="0 takes the likeliest token. Default: the model's generation_config.json, else 0.8, with top_k 40 and "
         "min_p 0.05.",
         show_default=False,
     ),
 ]
+
+
+def _check_top_p(value: float | None) -> float | None:
+    if value is not None and not 0 < value <= 1:
+        raise typer.BadParameter(f"{value:g} is not above 0 and at most 1")
+    return value
+
+
 TopP = Annotated[
     float | None,
     typer.Option(
+        callback=_check_top_p,
         help="Keep the likeliest tokens whose probabilities add up to this. Default: the model's, else 0.95.",
         show_default=False,
     ),
@@ -127,7 +140,7 @@ def serve(
     threads: Threads = None,
     context: Context = None,
     cache_memory: CacheMemory = None,
-    cache_type: CacheType = "bfloat16",
+    cache_type: CacheType = CacheTypes.BFLOAT16,
     name: Annotated[
         str | None, typer.Option(help="The model's name in answers. Default: the folder's.", show_default=False)
     ] = None,
@@ -190,7 +203,7 @@ def serve(
         threads=threads,
         context=context,
         cache_bytes=read_bytes(cache_memory),
-        cache_type=cache_type,
+        cache_type=cache_type.value,
         max_step_tokens=max_step_tokens,
         max_sequences=max_sequences,
         max_queue=max_queue,
@@ -220,7 +233,7 @@ def chat(
     threads: Threads = None,
     context: Context = None,
     cache_memory: CacheMemory = None,
-    cache_type: CacheType = "bfloat16",
+    cache_type: CacheType = CacheTypes.BFLOAT16,
     speculate: Speculate = Drafts.LOOKUP,
     draft_model: DraftModel = None,
     chat_template: ChatTemplate = None,
@@ -270,7 +283,7 @@ def generate(
     threads: Threads = None,
     context: Context = None,
     cache_memory: CacheMemory = None,
-    cache_type: CacheType = "bfloat16",
+    cache_type: CacheType = CacheTypes.BFLOAT16,
     speculate: Speculate = Drafts.LOOKUP,
     draft_model: DraftModel = None,
     chat_template: ChatTemplate = None,
@@ -306,7 +319,7 @@ def _engine(
     threads: int | None,
     context: int | None,
     cache_memory: str | None,
-    cache_type: _CacheType,
+    cache_type: CacheTypes,
     speculate: Drafts,
     draft_model: Path | None,
     chat_template: Path | None,
@@ -318,7 +331,7 @@ def _engine(
         threads=threads,
         context=context,
         cache_bytes=read_bytes(cache_memory),
-        cache_type=cache_type,
+        cache_type=cache_type.value,
         max_sequences=1,
         speculate=speculate.value,
         draft_model=draft_model,

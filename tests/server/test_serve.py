@@ -26,7 +26,7 @@ tokenizers = pytest.importorskip("tokenizers")
 from typer.testing import CliRunner  # noqa: E402
 
 from ortolan.cli import app  # noqa: E402
-from ortolan.cli_serve import read_bytes  # noqa: E402
+from ortolan.cli_serve import CacheTypes, read_bytes  # noqa: E402
 from ortolan.conversation import AnswerOptions, Conversation, complete  # noqa: E402
 from ortolan.engine import Request, SamplingOptions  # noqa: E402
 from ortolan.engine.model import CacheType  # noqa: E402
@@ -344,9 +344,8 @@ def test_errors_come_before_the_conversion(monkeypatch):
     ("options", "reason"),
     [
         (["--context", LIMIT + 1], f"context is {LIMIT + 1}, expected 1 to the model's {LIMIT} tokens"),
-        (["--cache-memory", "500T"], f"{usable_memory()} bytes"),
-        (["--cache-memory", "100"], f"the cache has 100 bytes, but a sequence of 1 tokens needs {BLOCK}"),
-        (["--cache-type", "int4"], "cache_type is 'int4', expected one of bfloat16, int8"),
+        (["--cache-memory", "500T"], f"{usable_memory():,} bytes"),
+        (["--cache-memory", "100"], f"the cache has 100 bytes, but a sequence of 1 tokens needs {BLOCK:,} bytes"),
         (["--threads", 100_000], "threads is 100000, expected 1 to "),
         (["--max-step-tokens", 20, "--max-sequences", 32], "max-step-tokens is 20, expected at least 32"),
         (["--max-seconds", "inf"], "max-seconds is inf, expected a finite number above 0"),
@@ -354,7 +353,7 @@ def test_errors_come_before_the_conversion(monkeypatch):
         (["--api-key", "a\n"], "the API key is surrounded by spaces"),
         (["--allow-origin", "http://localhost:3000/"], "the allowed origin is 'http://localhost:3000/', expected"),
         (["--encoder", "missing"], "missing"),
-        (["--chat-template", "missing.jinja"], "'missing.jinja' cannot be read"),
+        (["--chat-template", "missing.jinja"], "'missing.jinja' cannot be read: No such file or directory\n"),
     ],
 )
 def test_options_are_checked_before_the_conversion(options, reason, tmp_path, monkeypatch):
@@ -370,9 +369,7 @@ def test_options_are_checked_before_the_conversion(options, reason, tmp_path, mo
     [
         (["--context", LIMIT + 1], f"context is {LIMIT + 1}"),
         (["--cache-memory", "500T"], "cache memory is"),
-        (["--cache-type", "int4"], "cache_type is 'int4'"),
         (["--threads", 100_000], "threads is"),
-        (["--top-p", 7], "top_p is 7"),
         (["--chat-template", "missing.jinja"], "cannot be read"),
     ],
 )
@@ -450,6 +447,24 @@ def test_a_draft_model_is_converted_and_used(folder, prepared, monkeypatch):
         stream = engine.submit(Request((1, 2, 3), 60, SamplingOptions(temperature=0)))
         assert sum(len(output.tokens) for output in stream) == 60
         assert source._calls > 1
+
+
+@pytest.mark.parametrize("command", [("serve", "m.gguf"), ("chat", "m.gguf"), ("generate", "m.gguf", "hi")])
+def test_unknown_types_of_the_cache(command):
+    refused = invoke(*command, "--cache-type", "int4")
+    assert refused.exit_code == 2
+    assert all(part in refused.stderr for part in ("--cache-type", "int4", "bfloat16", "int8"))
+    assert tuple(CacheTypes) == get_args(CacheType)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--temperature", 2.1), ("--temperature", -1), ("--top-p", 0), ("--top-p", 7), ("--top-p", "nan")],
+)
+def test_limits_of_sampling(option, value):
+    """Those of the server."""
+    refused = invoke("generate", "missing.gguf", "hi", option, value)
+    assert refused.exit_code == 2 and option in refused.stderr
 
 
 @pytest.mark.parametrize("name", ["folder", "prepared", "GGUF"])
@@ -632,7 +647,7 @@ def test_a_prompt_without_a_template():
     with scripted_application(template=None) as application:
         folder = application._generator.folder
         assert "".join(complete(application.engine, folder, "aaa", AnswerOptions(max_tokens=4))) == "aaaa"
-        with pytest.raises(ArgumentError, match="the prompt has 2048 tokens, expected fewer .* a larger --context"):
+        with pytest.raises(ArgumentError, match=r"the prompt has 2048 tokens, expected fewer .* a larger --context"):
             list(complete(application.engine, folder, "a" * 2048, AnswerOptions()))
         with pytest.raises(OrtolanError, match="chat template"):
             list(Conversation(application.engine, folder).say("x"))
