@@ -462,9 +462,18 @@ def test_unknown_types_of_the_cache(command):
     [("--temperature", 2.1), ("--temperature", -1), ("--top-p", 0), ("--top-p", 7), ("--top-p", "nan")],
 )
 def test_limits_of_sampling(option, value):
-    """Those of the server."""
+    """The server has the same."""
     refused = invoke("generate", "missing.gguf", "hi", option, value)
     assert refused.exit_code == 2 and option in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--speculate", "x"), ("--cache-type", "x"), ("--threads", "x"), ("--threads", 0)]
+)
+def test_errors_of_options_are_plain(option, value):
+    refused = invoke("generate", "missing.gguf", "hi", option, value)
+    assert refused.exit_code == 2 and option in refused.stderr
+    assert not any(words in refused.stderr for words in ("Value error", "Input should", "unable to parse"))
 
 
 @pytest.mark.parametrize("name", ["folder", "prepared", "GGUF"])
