@@ -52,9 +52,18 @@ class _Commands(TyperGroup):
             if ctx.meta.get(options.AS_JSON):
                 typer.echo(json.dumps({"error": message}))
             raise typer.Exit(1) from None
+        except typer.BadParameter as error:
+            error.message = _plain(error.message)
+            raise
         except KeyboardInterrupt:
             print_error("interrupted" + (_INTERRUPTED.get(ctx.invoked_subcommand or "", "")))
             raise typer.Exit(130) from None
+
+
+def _plain(message: str) -> str:
+    """Return an error of an option without the wording of pydantic, with which new versions of typer check values."""
+    message = message.removeprefix("Value error, ").partition(", unable to parse string")[0]
+    return message.replace("Input should be", "expected")
 
 
 app = typer.Typer(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterator
+import sys
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
@@ -16,10 +17,7 @@ from .cli_output import print_error, print_step, progress_bar
 if TYPE_CHECKING:
     from .conversation import AnswerOptions, Conversation
     from .engine import Engine
-    from .engine.model import CacheType as _CacheType
     from .server.model_folder import ModelFolder
-else:
-    _CacheType = str  # `check_engine_options` checks the value
 
 
 class Drafts(StrEnum):
@@ -27,6 +25,13 @@ class Drafts(StrEnum):
 
     LOOKUP = "lookup"
     OFF = "off"
+
+
+class CacheTypes(StrEnum):
+    """Types of keys and values in the KV cache."""
+
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
 
 
 Folder = Annotated[
@@ -57,9 +62,8 @@ CacheMemory = Annotated[
     ),
 ]
 CacheType = Annotated[
-    _CacheType,
+    CacheTypes,
     typer.Option(
-        metavar="TYPE",
         help="Keys and values in the KV cache: bfloat16, or int8, which takes about half the memory and changes "
         "answers slightly.",
     ),
@@ -88,14 +92,24 @@ Temperature = Annotated[
     float | None,
     typer.Option(
         min=0,
+        max=2,
         help="0 takes the likeliest token. Default: the model's generation_config.json, else 0.8, with top_k 40 and "
         "min_p 0.05.",
         show_default=False,
     ),
 ]
+
+
+def _check_top_p(value: float | None) -> float | None:
+    if value is not None and not 0 < value <= 1:
+        raise typer.BadParameter(f"{value:g} is not above 0 and at most 1")
+    return value
+
+
 TopP = Annotated[
     float | None,
     typer.Option(
+        callback=_check_top_p,
         help="Keep the likeliest tokens whose probabilities add up to this. Default: the model's, else 0.95.",
         show_default=False,
     ),
@@ -126,7 +140,7 @@ def serve(
     threads: Threads = None,
     context: Context = None,
     cache_memory: CacheMemory = None,
-    cache_type: CacheType = "bfloat16",
+    cache_type: CacheType = CacheTypes.BFLOAT16,
     name: Annotated[
         str | None, typer.Option(help="The model's name in answers. Default: the folder's.", show_default=False)
     ] = None,
@@ -189,7 +203,7 @@ def serve(
         threads=threads,
         context=context,
         cache_bytes=read_bytes(cache_memory),
-        cache_type=cache_type,
+        cache_type=cache_type.value,
         max_step_tokens=max_step_tokens,
         max_sequences=max_sequences,
         max_queue=max_queue,
@@ -219,7 +233,7 @@ def chat(
     threads: Threads = None,
     context: Context = None,
     cache_memory: CacheMemory = None,
-    cache_type: CacheType = "bfloat16",
+    cache_type: CacheType = CacheTypes.BFLOAT16,
     speculate: Speculate = Drafts.LOOKUP,
     draft_model: DraftModel = None,
     chat_template: ChatTemplate = None,
@@ -232,14 +246,17 @@ def chat(
     with _engine(folder, *how) as (engine, read):
         first = [] if system is None else [{"role": "system", "content": system}]
         talk = Conversation(engine, read, options, list(first))
-        _keep_history()
-        print_step("/help lists the commands")
-        while (said := _ask()) is not None:
+        prompt = ""
+        if sys.stdin.isatty():
+            prompt = "> "
+            _keep_history()
+            print_step("/help lists the commands")
+        while (said := _ask(prompt)) is not None:
             if _COMMAND.match(said):
                 if not _obey(said.strip(), talk, first):
                     break
             elif said.strip():
-                _print_answer(talk.say(said.strip()))
+                _print_answer(talk, said.strip())
 
 
 def _obey(command: str, talk: Conversation, first: list[dict[str, Any]]) -> bool:
@@ -266,21 +283,26 @@ def generate(
     threads: Threads = None,
     context: Context = None,
     cache_memory: CacheMemory = None,
-    cache_type: CacheType = "bfloat16",
+    cache_type: CacheType = CacheTypes.BFLOAT16,
     speculate: Speculate = Drafts.LOOKUP,
     draft_model: DraftModel = None,
     chat_template: ChatTemplate = None,
 ) -> None:
     """Write one answer to a prompt: as a chat if the model has a chat template, else its continuation."""
     from .conversation import complete
+    from .errors import ArgumentError
 
     text = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
+    if not text.strip():
+        raise ArgumentError("the prompt is empty, expected a text, or - and a text on stdin")
     options = _options(max_tokens, temperature, top_p, seed)
     how = threads, context, cache_memory, cache_type, speculate, draft_model, chat_template
     with _engine(folder, *how) as (engine, read):
-        for piece in complete(engine, read, text, options):
+        notes: list[str] = []
+        for piece in complete(engine, read, text, options, notes.append):
             typer.echo(piece, nl=False)
         typer.echo()
+        _print_notes(notes)
 
 
 def _options(max_tokens: int | None, temperature: float | None, top_p: float | None, seed: int | None) -> AnswerOptions:
@@ -297,7 +319,7 @@ def _engine(
     threads: int | None,
     context: int | None,
     cache_memory: str | None,
-    cache_type: _CacheType,
+    cache_type: CacheTypes,
     speculate: Drafts,
     draft_model: Path | None,
     chat_template: Path | None,
@@ -309,7 +331,7 @@ def _engine(
         threads=threads,
         context=context,
         cache_bytes=read_bytes(cache_memory),
-        cache_type=cache_type,
+        cache_type=cache_type.value,
         max_sequences=1,
         speculate=speculate.value,
         draft_model=draft_model,
@@ -349,22 +371,24 @@ def _keep_history() -> None:
         import readline  # noqa: F401  # input() uses it once it is imported
 
 
-def _ask() -> str | None:
-    """Return the next line; None at the end."""
+def _ask(prompt: str) -> str | None:
+    """Return the next line; None at the end. prompt: empty if stdin is not a terminal."""
     try:
-        return input("> ")
+        return input(prompt)
     except (EOFError, KeyboardInterrupt):
-        typer.echo()
+        if prompt:
+            typer.echo()
         return None
 
 
-def _print_answer(pieces: Generator[tuple[str, str]]) -> None:
-    """Print an answer as it arrives, its thoughts dimmed. Ctrl-C stops it."""
+def _print_answer(talk: Conversation, said: str) -> None:
+    """Print the answer to a message as it arrives, its thoughts dimmed. Ctrl-C stops it."""
     from .errors import OrtolanError
 
     shown = ""
+    notes: list[str] = []
     try:
-        with closing(pieces):
+        with closing(talk.say(said, notes.append)) as pieces:
             for kind, text in pieces:
                 typer.echo("\n\n" if shown not in ("", kind) else "", nl=False)
                 typer.echo(typer.style(text, dim=True) if kind == REASONING else text, nl=False)
@@ -374,3 +398,10 @@ def _print_answer(pieces: Generator[tuple[str, str]]) -> None:
     except OrtolanError as error:
         print_error(str(error))
     typer.echo()
+    _print_notes(notes)
+
+
+def _print_notes(notes: list[str]) -> None:
+    """Print why an answer was cut, below it."""
+    for line in notes:
+        print_step(line)

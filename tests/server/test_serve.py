@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import onnx
@@ -25,7 +26,7 @@ tokenizers = pytest.importorskip("tokenizers")
 from typer.testing import CliRunner  # noqa: E402
 
 from ortolan.cli import app  # noqa: E402
-from ortolan.cli_serve import read_bytes  # noqa: E402
+from ortolan.cli_serve import CacheTypes, read_bytes  # noqa: E402
 from ortolan.conversation import AnswerOptions, Conversation, complete  # noqa: E402
 from ortolan.engine import Request, SamplingOptions  # noqa: E402
 from ortolan.engine.model import CacheType  # noqa: E402
@@ -106,6 +107,16 @@ def test_a_gguf_file_is_converted_once(tmp_path):
     assert model_kind(found) == "serving"
     assert read_model_folder(found).template is not None
     assert read_model_folder(found).sampling == {}
+
+
+@pytest.mark.parametrize(("content", "reason"), [(b"junk" * 9, "is not a GGUF file"), (b"", "cannot be read")])
+def test_a_file_that_is_no_gguf_file(content, reason, tmp_path):
+    path = tmp_path / "junk.gguf"
+    path.write_bytes(content)
+    said = []
+    with pytest.raises(OrtolanError, match=reason):
+        serving_folder(path, tmp_path / "cache", say=said.append)
+    assert not said and not (tmp_path / "cache").exists()
 
 
 CONVERT = """
@@ -333,9 +344,8 @@ def test_errors_come_before_the_conversion(monkeypatch):
     ("options", "reason"),
     [
         (["--context", LIMIT + 1], f"context is {LIMIT + 1}, expected 1 to the model's {LIMIT} tokens"),
-        (["--cache-memory", "500T"], f"{usable_memory()} bytes"),
-        (["--cache-memory", "100"], f"the cache has 100 bytes, but a sequence of 1 tokens needs {BLOCK}"),
-        (["--cache-type", "int4"], "cache_type is 'int4', expected one of bfloat16, int8"),
+        (["--cache-memory", "500T"], f"{usable_memory():,} bytes"),
+        (["--cache-memory", "100"], f"the cache has 100 bytes, but a sequence of 1 tokens needs {BLOCK:,} bytes"),
         (["--threads", 100_000], "threads is 100000, expected 1 to "),
         (["--max-step-tokens", 20, "--max-sequences", 32], "max-step-tokens is 20, expected at least 32"),
         (["--max-seconds", "inf"], "max-seconds is inf, expected a finite number above 0"),
@@ -343,7 +353,7 @@ def test_errors_come_before_the_conversion(monkeypatch):
         (["--api-key", "a\n"], "the API key is surrounded by spaces"),
         (["--allow-origin", "http://localhost:3000/"], "the allowed origin is 'http://localhost:3000/', expected"),
         (["--encoder", "missing"], "missing"),
-        (["--chat-template", "missing.jinja"], "'missing.jinja' cannot be read"),
+        (["--chat-template", "missing.jinja"], "'missing.jinja' cannot be read: No such file or directory\n"),
     ],
 )
 def test_options_are_checked_before_the_conversion(options, reason, tmp_path, monkeypatch):
@@ -359,9 +369,7 @@ def test_options_are_checked_before_the_conversion(options, reason, tmp_path, mo
     [
         (["--context", LIMIT + 1], f"context is {LIMIT + 1}"),
         (["--cache-memory", "500T"], "cache memory is"),
-        (["--cache-type", "int4"], "cache_type is 'int4'"),
         (["--threads", 100_000], "threads is"),
-        (["--top-p", 7], "top_p is 7"),
         (["--chat-template", "missing.jinja"], "cannot be read"),
     ],
 )
@@ -441,6 +449,33 @@ def test_a_draft_model_is_converted_and_used(folder, prepared, monkeypatch):
         assert source._calls > 1
 
 
+@pytest.mark.parametrize("command", [("serve", "m.gguf"), ("chat", "m.gguf"), ("generate", "m.gguf", "hi")])
+def test_unknown_types_of_the_cache(command):
+    refused = invoke(*command, "--cache-type", "int4")
+    assert refused.exit_code == 2
+    assert all(part in refused.stderr for part in ("--cache-type", "int4", "bfloat16", "int8"))
+    assert tuple(CacheTypes) == get_args(CacheType)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--temperature", 2.1), ("--temperature", -1), ("--top-p", 0), ("--top-p", 7), ("--top-p", "nan")],
+)
+def test_limits_of_sampling(option, value):
+    """The server has the same."""
+    refused = invoke("generate", "missing.gguf", "hi", option, value)
+    assert refused.exit_code == 2 and option in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--speculate", "x"), ("--cache-type", "x"), ("--threads", "x"), ("--threads", 0)]
+)
+def test_errors_of_options_are_plain(option, value):
+    refused = invoke("generate", "missing.gguf", "hi", option, value)
+    assert refused.exit_code == 2 and option in refused.stderr
+    assert not any(words in refused.stderr for words in ("Value error", "Input should", "unable to parse"))
+
+
 @pytest.mark.parametrize("name", ["folder", "prepared", "GGUF"])
 def test_the_context_of_a_folder_is_checked_before_it_is_opened(name, request, tmp_path, monkeypatch):
     if name == "GGUF":  # converted before
@@ -518,6 +553,12 @@ def test_the_command_generate(prepared):
     assert read.stdout == first.stdout
 
 
+@pytest.mark.parametrize(("prompt", "piped"), [("", None), (" ", None), ("-", ""), ("-", "\n")])
+def test_an_empty_prompt(prompt, piped):
+    refused = invoke("generate", "missing.gguf", prompt, input=piped)
+    assert refused.exit_code == 1 and "the prompt is empty" in refused.stderr
+
+
 def test_the_type_of_the_cache(prepared):
     with (
         open_engine(prepared, SMALL) as (engine, _),
@@ -532,32 +573,46 @@ def test_the_type_of_the_cache(prepared):
 def test_the_command_chat(prepared):
     done = invoke("chat", prepared, "--system", "Be brief.", *LIMITS, input="hello\n\n/new\nhello\n/exit\nhello\n")
     assert done.exit_code == 0, done.output
-    first, empty, new, second, end = done.stdout.split("> ")[1:]
-    assert first == second != ""
-    assert (empty, new, end) == ("", "", "")
+    half = len(done.stdout) // 2
+    assert done.stdout[:half] == done.stdout[half:] != ""
+    cut = "the answer was cut: --max-tokens is 8\n"
+    assert done.stderr == f"{cut}new conversation\n{cut}"
+
+
+def test_prompts_of_the_chat_in_a_terminal(prepared, monkeypatch):
+    lines = iter(["/new", "/exit"])
+    prompts = []
+    monkeypatch.setattr("builtins.input", lambda prompt: prompts.append(prompt) or next(lines))
+    terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("ortolan.cli_serve.sys", terminal)  # the runner replaces sys.stdin
+    done = invoke("chat", prepared, *LIMITS)
+    assert done.exit_code == 0, done.output
+    assert prompts == ["> ", "> "]
+    assert "/help lists the commands\n" in done.stderr
 
 
 def test_commands_of_the_chat(prepared):
     lines = ["/help", "/new", "/nonsense with words", "/", "/quit", "hello"]
     done = invoke("chat", prepared, *LIMITS, input="\n".join(lines) + "\n")
     assert done.exit_code == 0, done.output
-    assert done.stderr.startswith("/help lists the commands\n/new ")
+    assert done.stderr.startswith("/new ")
     assert "new conversation\nunknown command /nonsense; /help lists the commands\nunknown command /;" in done.stderr
-    assert done.stdout == "> " * 5
+    assert done.stdout == ""
 
 
 @pytest.mark.parametrize("said", [" /help me", "/etc/hosts has what?"])
 def test_messages_that_look_like_commands(said, prepared):
     done = invoke("chat", prepared, *LIMITS, input=f"{said}\n")
     assert done.exit_code == 0, done.output
-    assert len(done.stdout) > len("> > \n") and "unknown command" not in done.stderr
+    assert done.stdout.strip() and "unknown command" not in done.stderr
 
 
 def test_a_chat_that_ends_with_its_input(prepared):
     done = invoke("chat", prepared, *LIMITS, input="x" * 200 + "\nhello\n")
     assert done.exit_code == 0, done.output
-    assert "context" in done.stderr  # the first message is too long; the second one gets an answer
-    assert len(done.stdout.splitlines()) >= 2
+    # The first message is too long; the second one gets an answer.
+    assert "the context's 128; begin a new conversation with /new, or set a larger --context" in done.stderr
+    assert done.stdout.strip()
 
 
 def test_sizes():
@@ -591,16 +646,36 @@ def test_a_conversation():
         assert len(talk.messages) == 6
         with pytest.raises(ArgumentError, match="context"):
             list(talk.say("x" * 3000))
-        text = "".join(complete(application.engine, application._generator.folder, "hi", AnswerOptions()))
-        assert text == "Yes 1."
+        notes = []
+        folder = application._generator.folder
+        text = "".join(complete(application.engine, folder, "hi", AnswerOptions(), notes.append))
+        assert (text, notes) == ("Yes 1.", [])
 
 
 def test_a_prompt_without_a_template():
     with scripted_application(template=None) as application:
         folder = application._generator.folder
         assert "".join(complete(application.engine, folder, "aaa", AnswerOptions(max_tokens=4))) == "aaaa"
+        with pytest.raises(ArgumentError, match=r"the prompt has 2048 tokens, expected fewer .* a larger --context"):
+            list(complete(application.engine, folder, "a" * 2048, AnswerOptions()))
         with pytest.raises(OrtolanError, match="chat template"):
             list(Conversation(application.engine, folder).say("x"))
+
+
+def test_notes_on_answers_that_were_cut():
+    with scripted_application(lambda _: "word " * 1000) as application:
+        engine, folder = application.engine, application._generator.folder
+        notes = []
+        few = AnswerOptions(max_tokens=4)
+        assert "".join(complete(engine, folder, "hi", few, notes.append)) == "word"
+        list(complete(engine, folder, "hi", AnswerOptions(), notes.append))
+        list(Conversation(engine, folder).say("hi", notes.append))
+    full = "the answer was cut: the context of 2048 tokens is full;"
+    assert notes == [
+        "the answer was cut: --max-tokens is 4",
+        f"{full} shorten the prompt, or set a larger --context",
+        f"{full} begin a new conversation with /new, or set a larger --context",
+    ]
 
 
 def test_lines_at_the_start(folder, tmp_path, monkeypatch):

@@ -119,8 +119,8 @@ class PagedModel:
         if self.blocks < 1 or (context is not None and self.blocks < _blocks(context)):
             needed = _blocks(context or 1) * self.block_bytes
             raise ArgumentError(
-                f"the cache has {cache_bytes} bytes, but a sequence of {context or 1} tokens needs {needed}; give more "
-                "cache memory (--cache-memory, cache_bytes) or a shorter context"
+                f"the cache has {cache_bytes:,} bytes, but a sequence of {context or 1} tokens needs {needed:,} bytes; "
+                "give more cache memory (--cache-memory, cache_bytes) or a shorter context"
             )
         self.context = min(wanted or self.blocks * BLOCK_TOKENS, self.blocks * BLOCK_TOKENS)
         self._binding: Any = self._session.io_binding()

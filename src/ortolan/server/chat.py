@@ -187,7 +187,8 @@ def _read_text(path: Path) -> str:
         with path.open(encoding="utf-8") as file:
             text = file.read(_MOST_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"chat template {str(path)!r} cannot be read: {error}") from None
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ModelError(f"chat template {str(path)!r} cannot be read: {reason}") from None
     return text
 
 

@@ -84,6 +84,10 @@ def serving_folder(
     target = target_folder(source, cache)
     if target.is_dir():
         return target
+    if is_gguf:
+        from ..models.gguf.header import check_header
+
+        check_header(source)
     target.parent.mkdir(parents=True, exist_ok=True)
     name = Path(os.path.abspath(source)).name
     with _locked(target.with_name(f"{target.name}.lock"), name, say):

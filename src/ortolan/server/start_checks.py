@@ -93,8 +93,8 @@ def _check_numbers(options: ServeOptions) -> None:
     memory = usable_memory()
     if options.cache_bytes is not None and options.cache_bytes > memory:
         raise ArgumentError(
-            f"cache memory is {options.cache_bytes} bytes, expected less than the memory of this machine or container, "
-            f"{memory} bytes ({human_bytes(memory)}); give a smaller --cache-memory"
+            f"cache memory is {options.cache_bytes:,} bytes, expected less than the memory of this machine or "
+            f"container, {memory:,} bytes ({human_bytes(memory)}); give a smaller --cache-memory"
         )
 
 
@@ -122,8 +122,8 @@ def _check_sizes(model: Path, options: ServeOptions) -> None:
     needed = -(-tokens // BLOCK_TOKENS) * block_bytes
     if cache < needed:
         raise ArgumentError(
-            f"the cache has {cache} bytes, but a sequence of {tokens} tokens needs {needed}; give more cache memory "
-            "(--cache-memory) or a shorter context"
+            f"the cache has {cache:,} bytes, but a sequence of {tokens} tokens needs {needed:,} bytes; give more cache "
+            "memory (--cache-memory) or a shorter context"
         )
 
 
