@@ -153,6 +153,13 @@ def test_calls_that_must_be_made(client, choice, names, stream):
     assert name in names
 
 
+def test_a_function_without_parameters_gets_no_arguments(client):
+    for function in ({}, {"parameters": None}, {"parameters": {}}, {"strict": True}):
+        tool = {"type": "function", "function": {"name": "time", **function}}
+        made = client.chat.completions.create(**say("hello", tools=[tool], tool_choice="required", max_tokens=200, temperature=0))
+        assert {call.function.arguments for call in made.choices[0].message.tool_calls} == {"{}"}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_is_cut(http, stream):
     for most in range(1, 16):

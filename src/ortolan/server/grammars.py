@@ -15,6 +15,7 @@ from .tool_calls import HERMES, LLAMA, MISTRAL, QWEN_CODER, TOOL_CALLS
 from .xml_calls import xml_calls_rules
 
 _TEXT = r"/(.|\n)*/"
+_NO_PARAMETERS = {"type": "object", "additionalProperties": False}  # what a function without them has, as for OpenAI
 _NAMED_TOKEN = re.compile(r"<[^<>\s]+>")
 _LINE = "\n"
 _ESCAPED = re.compile(r"\\.|[/\n]", re.DOTALL)  # in a regular expression, an escaped character or one to escape
@@ -132,7 +133,7 @@ def _is_named(text: str, added_tokens: Collection[str]) -> bool:
 
 
 def _call_schema(tool: Mapping[str, Any], field: str) -> dict[str, Any]:
-    arguments = tool.get("parameters") or {"type": "object"}
+    arguments = tool.get("parameters") or _NO_PARAMETERS
     return {
         "type": "object",
         "properties": {"name": {"const": tool["name"]}, field: arguments},
