@@ -118,6 +118,8 @@ REFUSED = [
     (CHAT, chat(structured_outputs=[1]), "structured_outputs", "an object"),
     (CHAT, chat(guided_regex="a", structured_outputs={"choice": ["b"]}), "structured_outputs.choice", "both"),
     (CHAT, chat(tools=[TOOL], guided_choice=["a"]), "guided_choice", "tool_choice none"),
+    (CHAT, chat(tools=[TOOL], tool_choice="required", guided_choice=["a"]), "guided_choice", "asks for a call"),
+    (CHAT, chat(tools=[TOOL], tool_choice=TOOL, structured_outputs={"regex": "a"}), "structured_outputs.regex", "call"),
     (CHAT, chat(n_predict=-1), "n_predict", "from 1"),
     (COMPLETE, {"prompt": "a", "repeat_penalty": 0}, "repeat_penalty", "above 0"),
     (COMPLETE, {"prompt": "a", "cache_prompt": False}, "cache_prompt", "send cache_salt"),
