@@ -22,6 +22,10 @@ FORMS = {
     "grammar": "grammar",
 }
 STRUCTURED = "structured_outputs"  # has a field for each kind of form
+STRUCTURED_FIELDS = (
+    *("json", "regex", "choice", "grammar", "json_object", "structural_tag", "whitespace_pattern"),
+    *("disable_fallback", "disable_any_whitespace", "disable_additional_properties"),
+)
 
 # Fields that are not supported: values that mean nothing, and what to do instead.
 _ZERO, _ONE = (0, 0.0), (1, 1.0)
