@@ -123,9 +123,12 @@ REFUSED = [
     (CHAT, chat(tools=[TOOL], guided_choice=["a"]), "guided_choice", "tool_choice none"),
     (CHAT, chat(tools=[TOOL], tool_choice="required", guided_choice=["a"]), "guided_choice", "asks for a call"),
     (CHAT, chat(tools=[TOOL], tool_choice=TOOL, structured_outputs={"regex": "a"}), "structured_outputs.regex", "call"),
-    (CHAT, chat(n_predict=-1), "n_predict", "from 1"),
+    (CHAT, chat(n_predict=-2), "n_predict", "from 1"),
     (COMPLETE, {"prompt": "a", "repeat_penalty": 0}, "repeat_penalty", "above 0"),
-    (COMPLETE, {"prompt": "a", "cache_prompt": False}, "cache_prompt", "send cache_salt"),
+    (COMPLETE, {"prompt": "a", "cache_prompt": "no"}, "cache_prompt", "true or false"),
+    (CHAT, chat(repeat_last_n=64, repeat_penalty=1.1), "repeat_last_n", "64, expected -1: leave it out"),
+    (CHAT, chat(repeat_last_n=64, presence_penalty=1), "repeat_last_n", "64, expected -1: leave it out"),
+    (CHAT, chat(repeat_last_n=32), "repeat_last_n", "32, expected -1 or 64: leave it out"),
     (CHAT, chat(mirostat=2), "mirostat", "2, expected 0"),
     (CHAT, chat(stop_token_ids=[7]), "stop_token_ids", "send stop"),
     (CHAT, chat(add_special_tokens=True), "add_special_tokens", "chat template"),
@@ -199,6 +202,7 @@ def test_null_and_unknown_fields_are_ignored(client):
     body = chat(temperature=None, tools=None, stop=None, stream_options=None, metadata={"a": "b"}, store=True, top_k=-1)
     body |= {"cache_prompt": True, "mirostat": 0, "typical_p": 1.0, "min_tokens": 0, "grammar": None, "n_probs": 0}
     body |= {"add_special_tokens": False, "include_reasoning": True, "reasoning_format": "auto", "response_fields": []}
+    body |= {"repeat_last_n": 64, "repeat_penalty": 1.0}
     assert client.post(CHAT, json=body).status_code == 200
     body = {"prompt": "a", "add_special_tokens": True, "return_tokens": False, "reasoning_format": "none"}
     assert client.post(COMPLETE, json=body).status_code == 200

@@ -21,7 +21,18 @@ from ortolan.server.grammars import calls_grammar, with_thoughts  # noqa: E402
 from ortolan.server.tool_calls import QWEN_CODER  # noqa: E402
 from ortolan.server.xml_calls import parameter_types  # noqa: E402
 
-from .scripted import CHATML, END, echo, events, last_message, make_tokenizer, running, scripted_application  # noqa: E402
+from .scripted import (  # noqa: E402
+    ASSISTANT,
+    CHATML,
+    END,
+    START,
+    echo,
+    events,
+    last_message,
+    make_tokenizer,
+    running,
+    scripted_application,
+)
 
 WEATHER = {
     "type": "function",
@@ -287,6 +298,14 @@ def test_names_of_fields_in_other_servers(http, monkeypatch):
     assert [(one.max_tokens, one.sampling.repetition_penalty) for one in seen] == [(3, 1.5), (4, 2)]
 
 
+@pytest.mark.parametrize("name", ["n_predict", "max_tokens"])
+def test_no_limit_on_the_length_of_an_answer(http, name):
+    text = "an answer of more than the usual 16 tokens, each of which is one character"
+    prompt = f"{START}user\n{text}{END}\n{ASSISTANT}"
+    answer = http.post("/v1/completions", json={"prompt": prompt, name: -1}).json()["choices"][0]
+    assert (answer["text"], answer["finish_reason"]) == (text, "stop")
+
+
 def test_a_json_object(http):
     asked = {"prompt": '{"a": 1}' * 3, "response_format": {"type": "json_object"}, "max_tokens": 300}
     answer = http.post("/v1/completions", json=asked).json()["choices"][0]
@@ -544,6 +563,7 @@ def test_requests_with_different_salts_share_no_prefix(http, path):
     assert cached(cache_salt="b") == 0
     assert cached(cache_salt="a" * 16) == 0
     assert cached(cache_salt="") == cached() == cached(cache_salt="a")
+    assert cached(cache_prompt=False) == 0 == cached(cache_prompt=False) == cached(cache_prompt=False, cache_salt="a")
 
 
 def test_names_of_tokens_are_looked_up_beside_the_event_loop(http, monkeypatch):
