@@ -262,6 +262,8 @@ FORMS = [
     ({"guided_regex": "a\\\nb"}, "a\nb"),
     ({"guided_regex": "a\\\\\nb"}, r"a\\\nb"),
     ({"guided_choice": ["é🦆\n", 'z"']}, 'é🦆\n|z"'),
+    ({"guided_choice": [f"choice {number}" for number in range(3000)]}, r"choice \d+"),
+    ({"guided_choice": ["x", "xy", ""]}, "x|xy|"),
     ({"guided_grammar": "start: WORD\nWORD: /[x-z]{3}/"}, "[x-z]{3}"),
     ({"grammar": GBNF, "n_predict": 1}, "x|y|z|1"),
     ({"structured_outputs": {"json": {"enum": ["x"]}}}, '"x"'),

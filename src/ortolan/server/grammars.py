@@ -29,8 +29,11 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """Return the rule `body` for one of several strings."""
-    return f"body: {' | '.join(json.dumps(one) for one in choices)}\n"
+    """Return the rule `body` for one of several strings.
+
+    They are one terminal: a rule would make an item of the parser for each, which limits them to 2,000.
+    """
+    return f"body: CHOICE\nCHOICE: {' | '.join(json.dumps(one) for one in choices)}\n"
 
 
 def regex_grammar(pattern: str) -> str:
