@@ -198,6 +198,12 @@ def test_bodies_that_are_not_taken(client, content, status):
         assert refused.json()["error"]["message"]
 
 
+def test_a_body_in_latin_1(client):
+    refused = client.post(COMPLETE, content='{"prompt": "é"}'.encode("latin-1"))
+    message = refused.json()["error"]["message"]
+    assert (refused.status_code, message) == (400, "the body is not valid UTF-8 (byte 12), expected JSON in UTF-8")
+
+
 def test_null_and_unknown_fields_are_ignored(client):
     body = chat(temperature=None, tools=None, stop=None, stream_options=None, metadata={"a": "b"}, store=True, top_k=-1)
     body |= {"cache_prompt": True, "mirostat": 0, "typical_p": 1.0, "min_tokens": 0, "grammar": None, "n_probs": 0}

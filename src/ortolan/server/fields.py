@@ -28,6 +28,10 @@ def parse_object(content: bytes) -> dict[str, Any]:
     try:
         body = orjson.loads(content)
     except orjson.JSONDecodeError as error:
+        try:
+            content.decode()
+        except UnicodeDecodeError as wrong:
+            raise ApiError(400, f"the body is not valid UTF-8 (byte {wrong.start}), expected JSON in UTF-8") from None
         raise ApiError(400, f"body is not JSON in UTF-8: {error}") from None
     if not isinstance(body, dict):
         raise ApiError(400, f"body is {shown(body)}, expected a JSON object")
