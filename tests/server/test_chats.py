@@ -167,7 +167,9 @@ def test_calls_that_must_be_made(client, choice, names, stream):
 def test_a_function_without_parameters_gets_no_arguments(client):
     for function in ({}, {"parameters": None}, {"parameters": {}}, {"strict": True}):
         tool = {"type": "function", "function": {"name": "time", **function}}
-        made = client.chat.completions.create(**say("hello", tools=[tool], tool_choice="required", max_tokens=200, temperature=0))
+        made = client.chat.completions.create(
+            **say("hello", tools=[tool], tool_choice="required", max_tokens=200, temperature=0)
+        )
         assert {call.function.arguments for call in made.choices[0].message.tool_calls} == {"{}"}
 
 
@@ -285,6 +287,23 @@ def test_forms_of_answers_as_other_servers_name_them(http, path, asked, pattern)
     assert choice["finish_reason"] == ("length" if "n_predict" in asked else "stop")
 
 
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        (r"\d{2}", "[0-9]{2}"),
+        (r"[\d.]{2}", "[0-9.]{2}"),
+        (r"\D{2}", "٣٣"),
+        (r"[^\d]{2}", "٣٣"),
+        (r"[\D]{2}", "٣٣"),
+        (r"\\d", r"\\d"),
+    ],
+)
+def test_digits_of_regular_expressions_are_those_of_ascii(http, pattern, said):
+    asked = say("٣٣", guided_regex=pattern, temperature=0)
+    text = http.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]["content"]
+    assert re.fullmatch(said, text), text
+
+
 def test_a_form_after_thoughts(thinking):
     message = thinking.post("/v1/chat/completions", json=say("think", grammar=GBNF, max_tokens=30)).json()
     message = message["choices"][0]["message"]
@@ -302,7 +321,7 @@ def test_names_of_fields_in_other_servers(http, monkeypatch):
 
 @pytest.mark.parametrize("name", ["n_predict", "max_tokens"])
 def test_no_limit_on_the_length_of_an_answer(http, name):
-    text = "an answer of more than the usual 16 tokens, each of which is one character"
+    text = "an answer of more than the usual 16 tokens"
     prompt = f"{START}user\n{text}{END}\n{ASSISTANT}"
     answer = http.post("/v1/completions", json={"prompt": prompt, name: -1}).json()["choices"][0]
     assert (answer["text"], answer["finish_reason"]) == (text, "stop")

@@ -19,7 +19,8 @@ _NO_PARAMETERS = {"type": "object", "additionalProperties": False}  # what a fun
 _NAMED_TOKEN = re.compile(r"<[^<>\s]+>")
 _LINE = "\n"
 _ESCAPED = re.compile(r"\\.|[/\n]", re.DOTALL)  # in a regular expression, an escaped character or one to escape
-_IN_LARK = {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}
+# Digits are those of ASCII, as in JSON schemas: llguidance's \d has those of all scripts, which programs seldom read.
+_IN_LARK = {"/": "\\/", "\n": "\\n", "\\\n": "\\n", r"\d": "[0-9]", r"\D": "[^0-9]"}
 _MOST_GBNF, _MOST_GBNF_RULES = 1 << 14, 256
 
 

@@ -122,7 +122,7 @@ def _max_tokens(fields: Fields, default: int | None, most: int) -> int | None:
 
 
 def _cache_salt(fields: Fields) -> str:
-    """Return the salt of cached prefixes: a new one, which no other request has, if the client wants none of them."""
+    """Return the salt of cached prefixes: a new one, which no other request has, if cache_prompt is false."""
     salt = fields.string("cache_salt", "", _NAMED_CHARACTERS)
     return salt if fields.boolean("cache_prompt", True) else secrets.token_hex(16)
 
