@@ -82,7 +82,7 @@ REFUSED = [
     (CHAT, chat(logprobs=True, top_logprobs=21), "top_logprobs", "to 20"),
     (CHAT, chat(stream="yes"), "stream", "true or false"),
     (CHAT, chat(functions=[{}]), "functions", "tools"),
-    (CHAT, chat(modalities=["audio"]), "modalities", "text"),
+    (CHAT, chat(modalities=["audio"]), "modalities", '["audio"], expected ["text"]'),
     (CHAT, chat(tools=[{"type": "code"}]), "tools[0].type", '"function"'),
     (CHAT, chat(tools=[{"function": {"name": "a b"}}]), "tools[0].function.name", "letters"),
     (CHAT, chat(tools=[TOOL, TOOL]), "tools", "same name"),
@@ -115,14 +115,22 @@ REFUSED = [
     (CHAT, chat(grammar='root ::= "a"\n' * 257), "grammar", "256 rules"),
     (CHAT, chat(structured_outputs={"regex": 1}), "structured_outputs.regex", "a regular expression"),
     (CHAT, chat(structured_outputs={"structural_tag": "x"}), "structured_outputs.structural_tag", "tools"),
+    (CHAT, chat(structured_outputs={"chioce": ["a"]}), "structured_outputs", '"chioce", expected one of json, regex'),
+    (CHAT, chat(structured_outputs={"disable_additional_properties": True}),
+     "structured_outputs.disable_additional_properties", "additionalProperties"),
     (CHAT, chat(structured_outputs=[1]), "structured_outputs", "an object"),
     (CHAT, chat(guided_regex="a", structured_outputs={"choice": ["b"]}), "structured_outputs.choice", "both"),
     (CHAT, chat(tools=[TOOL], guided_choice=["a"]), "guided_choice", "tool_choice none"),
-    (CHAT, chat(n_predict=-1), "n_predict", "from 1"),
+    (CHAT, chat(tools=[TOOL], tool_choice="required", guided_choice=["a"]), "guided_choice", "asks for a call"),
+    (CHAT, chat(tools=[TOOL], tool_choice=TOOL, structured_outputs={"regex": "a"}), "structured_outputs.regex", "call"),
+    (CHAT, chat(n_predict=-2), "n_predict", "from 1"),
     (COMPLETE, {"prompt": "a", "repeat_penalty": 0}, "repeat_penalty", "above 0"),
-    (COMPLETE, {"prompt": "a", "cache_prompt": False}, "cache_prompt", "send cache_salt"),
-    (CHAT, chat(mirostat=2), "mirostat", "2, expected 0"),
-    (CHAT, chat(stop_token_ids=[7]), "stop_token_ids", "send stop"),
+    (COMPLETE, {"prompt": "a", "cache_prompt": "no"}, "cache_prompt", "true or false"),
+    (CHAT, chat(repeat_last_n=64, repeat_penalty=1.1), "repeat_last_n", "64, expected -1: leave it out"),
+    (CHAT, chat(repeat_last_n=64, presence_penalty=1), "repeat_last_n", "64, expected -1: leave it out"),
+    (CHAT, chat(repeat_last_n=32), "repeat_last_n", "32, expected -1 or 64: leave it out"),
+    (CHAT, chat(mirostat=2), "mirostat", "2, expected 0: "),
+    (CHAT, chat(stop_token_ids=[7]), "stop_token_ids", "[7], expected []: send stop"),
     (CHAT, chat(add_special_tokens=True), "add_special_tokens", "chat template"),
     (CHAT, chat(include_reasoning=False), "include_reasoning", "expected true"),
     (CHAT, chat(reasoning_format="none"), "reasoning_format", "reasoning_content"),
@@ -135,7 +143,7 @@ REFUSED = [
     (CHAT, chat(chat_template="x"), "chat_template", "--chat-template"),
     (CHAT, chat(cache_salt=7), "cache_salt", "a string"),
     (CHAT, chat(chat_template_kwargs={"a b": 1}), "chat_template_kwargs", "names"),
-    (CHAT, chat(chat_template_kwargs={"a": [1]}), "chat_template_kwargs", "an array of 1"),
+    (CHAT, chat(chat_template_kwargs={"a": [1] * 40}), "chat_template_kwargs", "an array of 40"),
     (CHAT, chat(user=7), "user", "a string"),
     (COMPLETE, {}, "prompt", "missing"),
     (COMPLETE, {"prompt": []}, "prompt", "tokens"),
@@ -190,10 +198,17 @@ def test_bodies_that_are_not_taken(client, content, status):
         assert refused.json()["error"]["message"]
 
 
+def test_a_body_in_latin_1(client):
+    refused = client.post(COMPLETE, content='{"prompt": "é"}'.encode("latin-1"))
+    message = refused.json()["error"]["message"]
+    assert (refused.status_code, message) == (400, "the body is not valid UTF-8 (byte 12), expected JSON in UTF-8")
+
+
 def test_null_and_unknown_fields_are_ignored(client):
     body = chat(temperature=None, tools=None, stop=None, stream_options=None, metadata={"a": "b"}, store=True, top_k=-1)
     body |= {"cache_prompt": True, "mirostat": 0, "typical_p": 1.0, "min_tokens": 0, "grammar": None, "n_probs": 0}
     body |= {"add_special_tokens": False, "include_reasoning": True, "reasoning_format": "auto", "response_fields": []}
+    body |= {"repeat_last_n": 64, "repeat_penalty": 1.0}
     assert client.post(CHAT, json=body).status_code == 200
     body = {"prompt": "a", "add_special_tokens": True, "return_tokens": False, "reasoning_format": "none"}
     assert client.post(COMPLETE, json=body).status_code == 200

@@ -21,7 +21,18 @@ from ortolan.server.grammars import calls_grammar, with_thoughts  # noqa: E402
 from ortolan.server.tool_calls import QWEN_CODER  # noqa: E402
 from ortolan.server.xml_calls import parameter_types  # noqa: E402
 
-from .scripted import CHATML, END, echo, events, last_message, make_tokenizer, running, scripted_application  # noqa: E402
+from .scripted import (  # noqa: E402
+    ASSISTANT,
+    CHATML,
+    END,
+    START,
+    echo,
+    events,
+    last_message,
+    make_tokenizer,
+    running,
+    scripted_application,
+)
 
 WEATHER = {
     "type": "function",
@@ -153,6 +164,15 @@ def test_calls_that_must_be_made(client, choice, names, stream):
     assert name in names
 
 
+def test_a_function_without_parameters_gets_no_arguments(client):
+    for function in ({}, {"parameters": None}, {"parameters": {}}, {"strict": True}):
+        tool = {"type": "function", "function": {"name": "time", **function}}
+        made = client.chat.completions.create(
+            **say("hello", tools=[tool], tool_choice="required", max_tokens=200, temperature=0)
+        )
+        assert {call.function.arguments for call in made.choices[0].message.tool_calls} == {"{}"}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_is_cut(http, stream):
     for most in range(1, 16):
@@ -244,6 +264,8 @@ FORMS = [
     ({"guided_regex": "a\\\nb"}, "a\nb"),
     ({"guided_regex": "a\\\\\nb"}, r"a\\\nb"),
     ({"guided_choice": ["é🦆\n", 'z"']}, 'é🦆\n|z"'),
+    ({"guided_choice": [f"choice {number}" for number in range(3000)]}, r"choice \d+"),
+    ({"guided_choice": ["x", "xy", ""]}, "x|xy|"),
     ({"guided_grammar": "start: WORD\nWORD: /[x-z]{3}/"}, "[x-z]{3}"),
     ({"grammar": GBNF, "n_predict": 1}, "x|y|z|1"),
     ({"structured_outputs": {"json": {"enum": ["x"]}}}, '"x"'),
@@ -265,6 +287,23 @@ def test_forms_of_answers_as_other_servers_name_them(http, path, asked, pattern)
     assert choice["finish_reason"] == ("length" if "n_predict" in asked else "stop")
 
 
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        (r"\d{2}", "[0-9]{2}"),
+        (r"[\d.]{2}", "[0-9.]{2}"),
+        (r"\D{2}", "٣٣"),
+        (r"[^\d]{2}", "٣٣"),
+        (r"[\D]{2}", "٣٣"),
+        (r"\\d", r"\\d"),
+    ],
+)
+def test_digits_of_regular_expressions_are_those_of_ascii(http, pattern, said):
+    asked = say("٣٣", guided_regex=pattern, temperature=0)
+    text = http.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]["content"]
+    assert re.fullmatch(said, text), text
+
+
 def test_a_form_after_thoughts(thinking):
     message = thinking.post("/v1/chat/completions", json=say("think", grammar=GBNF, max_tokens=30)).json()
     message = message["choices"][0]["message"]
@@ -278,6 +317,14 @@ def test_names_of_fields_in_other_servers(http, monkeypatch):
     http.post("/v1/completions", json={"prompt": "aa", "n_predict": 3, "repeat_penalty": 1.5})
     http.post("/v1/completions", json={"prompt": "aa", "n_predict": 3, "max_tokens": 4, "repetition_penalty": 2})
     assert [(one.max_tokens, one.sampling.repetition_penalty) for one in seen] == [(3, 1.5), (4, 2)]
+
+
+@pytest.mark.parametrize("name", ["n_predict", "max_tokens"])
+def test_no_limit_on_the_length_of_an_answer(http, name):
+    text = "an answer of more than the usual 16 tokens"
+    prompt = f"{START}user\n{text}{END}\n{ASSISTANT}"
+    answer = http.post("/v1/completions", json={"prompt": prompt, name: -1}).json()["choices"][0]
+    assert (answer["text"], answer["finish_reason"]) == (text, "stop")
 
 
 def test_a_json_object(http):
@@ -537,6 +584,7 @@ def test_requests_with_different_salts_share_no_prefix(http, path):
     assert cached(cache_salt="b") == 0
     assert cached(cache_salt="a" * 16) == 0
     assert cached(cache_salt="") == cached() == cached(cache_salt="a")
+    assert cached(cache_prompt=False) == 0 == cached(cache_prompt=False) == cached(cache_prompt=False, cache_salt="a")
 
 
 def test_names_of_tokens_are_looked_up_beside_the_event_loop(http, monkeypatch):

@@ -103,10 +103,11 @@ def _read(body: Fields, generator: Generator, limits: Limits, host: str) -> _Cha
         raise ApiError(400, f"top_logprobs is {most}, expected none without logprobs true", param="top_logprobs")
     logprobs = most if wanted else None
     form = response_form(body, limits)
-    if form is not None and tools.functions and not tools.must:
+    if form is not None and tools.functions:
+        choice = "asks for a call" if tools.must else "is auto"
         raise ApiError(
             400,
-            f"{form.param} sets the form of the answer while tool_choice is auto; expected one of them: send "
+            f"{form.param} sets the form of the answer while tool_choice {choice}; expected one of them: send "
             "tool_choice none",
             param=form.param,
         )

@@ -28,6 +28,10 @@ def parse_object(content: bytes) -> dict[str, Any]:
     try:
         body = orjson.loads(content)
     except orjson.JSONDecodeError as error:
+        try:
+            content.decode()
+        except UnicodeDecodeError as wrong:
+            raise ApiError(400, f"the body is not valid UTF-8 (byte {wrong.start}), expected JSON in UTF-8") from None
         raise ApiError(400, f"body is not JSON in UTF-8: {error}") from None
     if not isinstance(body, dict):
         raise ApiError(400, f"body is {shown(body)}, expected a JSON object")
@@ -55,7 +59,8 @@ def shown(value: Any) -> str:
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
-        return f"an array of {len(value)}"
+        found = orjson.dumps(value).decode() if len(value) <= _MOST_SHOWN else ""
+        return found if 0 < len(found) <= _MOST_SHOWN else f"an array of {len(value)}"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     found = orjson.dumps(value).decode()
@@ -198,5 +203,7 @@ class Fields:
         """Refuse a field that is not supported, unless it is missing or has a neutral value."""
         value = self.get(name)
         if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
-            expected = " or ".join(shown(one) for one in neutral)
+            # A whole float is neutral beside its integer, and has the same name.
+            names = dict.fromkeys(f"{one:g}" if type(one) is float else shown(one) for one in neutral)
+            expected = " or ".join(names)
             raise self.refuse(name, f"{expected or 'no value'}: {why}")

@@ -22,6 +22,10 @@ FORMS = {
     "grammar": "grammar",
 }
 STRUCTURED = "structured_outputs"  # has a field for each kind of form
+STRUCTURED_FIELDS = (
+    *("json", "regex", "choice", "grammar", "json_object", "structural_tag", "whitespace_pattern"),
+    *("disable_fallback", "disable_any_whitespace", "disable_additional_properties"),
+)
 
 # Fields that are not supported: values that mean nothing, and what to do instead.
 _ZERO, _ONE = (0, 0.0), (1, 1.0)
@@ -48,7 +52,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "truncate_prompt_tokens": ((), "send a shorter prompt; /tokenize counts tokens"),
     "use_beam_search": ((False,), "send n for several answers"),
     # llama.cpp
-    "cache_prompt": ((True,), "prefixes are always cached; send cache_salt to share them with no other client"),
     "dry_multiplier": (_ZERO, "send repetition_penalty"),
     "dynatemp_range": (_ZERO, "send temperature"),
     "image_data": (([],), "this model takes text only"),
@@ -58,7 +61,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "n_keep": (_ZERO, "send a prompt that fits into the context"),
     "n_probs": (_ZERO, "send logprobs"),
     "post_sampling_probs": ((False,), "send logprobs, which are those before sampling"),
-    "repeat_last_n": ((-1,), "leave it out; penalties look at all tokens"),
     "response_fields": (([],), "read these fields from the whole answer"),
     "return_tokens": ((False,), "send the text to /tokenize"),
     "samplers": ((), _SAMPLERS),
@@ -78,6 +80,16 @@ _IN_COMPLETIONS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+# llama.cpp's repeat_last_n, and the values that mean nothing: its default does if there is no penalty.
+_LAST_N, _ALL_TOKENS, _DEFAULT_LAST_N = "repeat_last_n", -1, 64
+_NO_PENALTY = {
+    "repeat_penalty": 1,
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+}
+
+
 def sent_name(body: Fields, name: str) -> str:
     """Return the name under which a body has one of our fields."""
     other = _ALIASES[name]
@@ -89,3 +101,6 @@ def refuse_foreign(body: Fields, *, is_chat: bool) -> None:
     refused = _REFUSED | (_IN_CHATS if is_chat else _IN_COMPLETIONS)
     for name, (neutral, instead) in refused.items():
         body.refuse_unless(name, *neutral, why=instead)
+    without_penalties = all(body.get(name) in (None, off) for name, off in _NO_PENALTY.items())
+    last_n = (_ALL_TOKENS, _DEFAULT_LAST_N) if without_penalties else (_ALL_TOKENS,)
+    body.refuse_unless(_LAST_N, *last_n, why="leave it out; penalties look at all tokens")

@@ -15,10 +15,12 @@ from .tool_calls import HERMES, LLAMA, MISTRAL, QWEN_CODER, TOOL_CALLS
 from .xml_calls import xml_calls_rules
 
 _TEXT = r"/(.|\n)*/"
+_NO_PARAMETERS = {"type": "object", "additionalProperties": False}  # what a function without them has, as for OpenAI
 _NAMED_TOKEN = re.compile(r"<[^<>\s]+>")
 _LINE = "\n"
 _ESCAPED = re.compile(r"\\.|[/\n]", re.DOTALL)  # in a regular expression, an escaped character or one to escape
-_IN_LARK = {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}
+# Digits are those of ASCII, as in JSON schemas: llguidance's \d has those of all scripts, which programs seldom read.
+_IN_LARK = {"/": "\\/", "\n": "\\n", "\\\n": "\\n", r"\d": "[0-9]", r"\D": "[^0-9]"}
 _MOST_GBNF, _MOST_GBNF_RULES = 1 << 14, 256
 
 
@@ -28,8 +30,11 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """Return the rule `body` for one of several strings."""
-    return f"body: {' | '.join(json.dumps(one) for one in choices)}\n"
+    """Return the rule `body` for one of several strings.
+
+    They are one terminal: a rule would make an item of the parser for each, which limits them to 2,000.
+    """
+    return f"body: CHOICE\nCHOICE: {' | '.join(json.dumps(one) for one in choices)}\n"
 
 
 def regex_grammar(pattern: str) -> str:
@@ -132,7 +137,7 @@ def _is_named(text: str, added_tokens: Collection[str]) -> bool:
 
 
 def _call_schema(tool: Mapping[str, Any], field: str) -> dict[str, Any]:
-    arguments = tool.get("parameters") or {"type": "object"}
+    arguments = tool.get("parameters") or _NO_PARAMETERS
     return {
         "type": "object",
         "properties": {"name": {"const": tool["name"]}, field: arguments},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ def read_common(
     streaming = fields.fields("stream_options")
     user = fields.string("safety_identifier", None, _NAMED_CHARACTERS) or fields.string("user", None, _NAMED_CHARACTERS)
     return CommonOptions(
-        newest if newest is not None else fields.integer(sent_name(fields, "max_tokens"), max_tokens, 1, most),
+        newest if newest is not None else _max_tokens(fields, max_tokens, most),
         _sampling(fields, folder.sampling, limits, logprobs),
         _stop(fields, limits),
         frozenset() if fields.boolean("ignore_eos") else folder.end_tokens,
@@ -110,9 +111,20 @@ def read_common(
         stream and streaming is not None and streaming.boolean("include_usage"),
         f"host {host}",
         user or "",
-        fields.string("cache_salt", "", _NAMED_CHARACTERS),
+        _cache_salt(fields),
         time.monotonic() + limits.seconds,
     )
+
+
+def _max_tokens(fields: Fields, default: int | None, most: int) -> int | None:
+    name = sent_name(fields, "max_tokens")
+    return None if fields.get(name) == -1 else fields.integer(name, default, 1, most)  # -1 is llama.cpp's default
+
+
+def _cache_salt(fields: Fields) -> str:
+    """Return the salt of cached prefixes: a new one, which no other request has, if cache_prompt is false."""
+    salt = fields.string("cache_salt", "", _NAMED_CHARACTERS)
+    return salt if fields.boolean("cache_prompt", True) else secrets.token_hex(16)
 
 
 def _sampling(fields: Fields, defaults: Mapping[str, float], limits: Limits, logprobs: int | None) -> SamplingOptions:

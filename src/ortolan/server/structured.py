@@ -11,8 +11,8 @@ import orjson
 
 from .answering import compiled
 from .errors import ApiError
-from .fields import Fields, refuse
-from .foreign_fields import FORMS, STRUCTURED
+from .fields import Fields, refuse, shown
+from .foreign_fields import FORMS, STRUCTURED, STRUCTURED_FIELDS
 from .grammars import choice_grammar, json_grammar, own_grammar, regex_grammar, with_thoughts
 
 if TYPE_CHECKING:
@@ -47,16 +47,29 @@ def response_form(body: Fields, limits: Limits) -> Form | None:
     found = [_response_format(body, limits)]
     found += [_form(body, name, kind, limits) for name, kind in FORMS.items()]
     if (nested := body.fields(STRUCTURED)) is not None:
+        _refuse_unknown(nested)
         found += [_form(nested, kind, kind, limits) for kind in ("json", "regex", "choice", "grammar")]
         if nested.boolean("json_object"):
             found.append(_json_form(nested.path("json_object"), _JSON_OBJECT))
         nested.refuse_unless("structural_tag", why="send tools, or json")
         nested.refuse_unless("whitespace_pattern", why="leave it out; JSON has the spaces of Python's json.dumps")
+        nested.refuse_unless("disable_additional_properties", False, why="send additionalProperties in the schema")
     forms = [one for one in found if one is not None]
     if len(forms) > 1:
         first, second = (one.param for one in forms[:2])
         raise ApiError(400, f"{first} and {second} both set the form of the answer, expected one of them", param=second)
     return forms[0] if forms else None
+
+
+def _refuse_unknown(nested: Fields) -> None:
+    """Raise ApiError 400 for an unknown field: a misspelled one would leave the answer without its form."""
+    for name in nested.given:
+        if name not in STRUCTURED_FIELDS:
+            raise ApiError(
+                400,
+                f"{STRUCTURED} has the field {shown(name)}, expected one of {', '.join(STRUCTURED_FIELDS)}",
+                param=STRUCTURED,
+            )
 
 
 def _response_format(body: Fields, limits: Limits) -> Form | None:
