@@ -173,6 +173,13 @@ def test_a_function_without_parameters_gets_no_arguments(client):
         assert {call.function.arguments for call in made.choices[0].message.tool_calls} == {"{}"}
 
 
+def test_a_required_call_beside_a_response_format(client):
+    tool = {"type": "function", "function": {"name": "time"}}
+    asked = say("hello", tools=[tool], tool_choice="required", max_tokens=200, temperature=0)
+    made = client.chat.completions.create(**asked, response_format={"type": "json_object"})
+    assert made.choices[0].message.tool_calls
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_is_cut(http, stream):
     for most in range(1, 16):

@@ -103,7 +103,8 @@ def _read(body: Fields, generator: Generator, limits: Limits, host: str) -> _Cha
         raise ApiError(400, f"top_logprobs is {most}, expected none without logprobs true", param="top_logprobs")
     logprobs = most if wanted else None
     form = response_form(body, limits)
-    if form is not None and tools.functions:
+    # OpenAI accepts a response_format beside a call that is required: it is of content, which such an answer lacks.
+    if form is not None and tools.functions and not (tools.must and form.param == "response_format"):
         choice = "asks for a call" if tools.must else "is auto"
         raise ApiError(
             400,
