@@ -23,6 +23,7 @@ _TOKENIZER = "smollm2-135m-instruct"
 _SCALE = 0.02  # standard deviation of the weights, about
 # Bytes of a block of 32 weights: a float16 scale, for Q4_1 also a float16 minimum, then the integers.
 _BLOCKS = {"Q4_0": (gguf.GGMLQuantizationType.Q4_0, 18), "Q4_1": (gguf.GGMLQuantizationType.Q4_1, 20)}
+_FILE_TYPES = {"Q4_0": gguf.LlamaFileType.MOSTLY_Q4_0, "Q4_1": gguf.LlamaFileType.MOSTLY_Q4_1}
 _TABLE = (gguf.GGMLQuantizationType.Q8_0, 34)  # of the embedding and the head
 _BLOCK = 32
 
@@ -76,6 +77,7 @@ def write_random_gguf(
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(shape.vocabulary)
+    writer.add_file_type(_FILE_TYPES[weights])  # OpenVINO GenAI reads it
     _add_tokenizer(writer, tokenizer, shape.vocabulary)
     tensors = list(_tensors(shape, *_BLOCKS[weights]))
     for tensor, size, kind, row_bytes in tensors:
