@@ -151,6 +151,39 @@ def turned_pairs(
     return op("Gather", turned, op("Where", is_interleaved, woven, index), axis=axis)
 
 
+def rotated(
+    body: FunctionBody,
+    x: ir.Value,
+    tables: Sequence[ir.Value],
+    positions: ir.Value,
+    head_dim: ir.Value,
+    *,
+    axis: int,
+    unrotated: bool,
+) -> ir.Value:
+    """Return x after rotary embedding.
+
+    Args:
+        body: The function.
+        x: Queries or keys; the head size is the last axis.
+        tables: cos and sin [positions, head_dim / 2].
+        positions: The positions of the tokens, with x's axes except for heads and head size.
+        head_dim: The head size.
+        axis: The last axis of x.
+        unrotated: Some nodes have no rotary embedding, but constants of one element as tables.
+    """
+    op, is_missing = body.op, None
+    if unrotated:
+        # The constants are read as tables of one position and one angle.
+        is_missing = op("Equal", op("Size", tables[0]), body.integer(1))
+        width = op("Where", is_missing, body.integer(1), op("Div", head_dim, body.integer(2)))
+        tables = [op("Reshape", table, body.shape(-1, width)) for table in tables]
+        positions = op("Where", is_missing, body.integer(0), positions)
+    cos, sin = (op("Unsqueeze", op("Gather", table, positions, axis=0), body.ints(1)) for table in tables)
+    turned = turned_pairs(body, x, cos, sin, head_dim, axis=axis)
+    return turned if is_missing is None else op("Where", is_missing, x, turned)
+
+
 def weights_of(body: FunctionBody, scores: ir.Value, zero_hidden_rows: bool) -> ir.Value:
     """Return the softmax of scores. zero_hidden_rows: some nodes set this attribute."""
     op = body.op

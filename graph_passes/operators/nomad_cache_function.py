@@ -24,7 +24,7 @@ from .cache_formats_function import SCALE_BYTES, Int8Values, KeyCodes, reshape, 
 from .function_body import PANEL_COLUMNS, FunctionBody
 from .nomad_attention_function import ATTRIBUTES as EXACT_ATTRIBUTES
 from .nomad_attention_function import INPUTS as EXACT_INPUTS
-from .nomad_attention_function import OP_TYPE, capped, optional_attributes, scale_of, turned_pairs, weights_of
+from .nomad_attention_function import OP_TYPE, capped, optional_attributes, rotated, scale_of, weights_of
 from .prompt_cache import MAX_CHUNK, PROMPT_INPUTS, TILE_INPUTS
 from .sparse_amx_matmul_function import unpacked_bitmap
 
@@ -228,16 +228,8 @@ class _CachedAttention:
         body, op = self._body, self._body.op
         row = op("Range", body.integer(0), self._queries, body.integer(1))
         positions = op("Add", op("Unsqueeze", op("Add", self._past, self._prompt), body.ints(1)), row)
-        tables, is_missing = [self._inputs[name] for name in _ROTARY], None
-        if self._uses.unrotated:
-            # The constants of nodes without rotary embedding are read as tables of one position and one angle.
-            is_missing = op("Equal", op("Size", tables[0]), body.integer(1))
-            width = op("Where", is_missing, body.integer(1), op("Div", self._head_dim, body.integer(2)))
-            tables = [op("Reshape", table, body.shape(-1, width)) for table in tables]
-            positions = op("Where", is_missing, body.integer(0), positions)
-        cos, sin = (op("Unsqueeze", op("Gather", table, positions, axis=0), body.ints(1)) for table in tables)
-        turned = turned_pairs(body, x, cos, sin, self._head_dim, axis=3)
-        return turned if is_missing is None else op("Where", is_missing, x, turned)
+        tables = [self._inputs[name] for name in _ROTARY]
+        return rotated(body, x, tables, positions, self._head_dim, axis=3, unrotated=self._uses.unrotated)
 
     def _joined(self, past: ir.Value, new: ir.Value, dtype: DTypeLike = np.float32) -> ir.Value:
         """Return each sequence's past tokens, then the new ones, then zeros; [B, KV, total, row]."""

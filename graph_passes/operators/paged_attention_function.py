@@ -28,7 +28,7 @@ from ..names import ORTOLAN_DOMAIN
 from .cache_formats_function import size_of
 from .function_body import FunctionBody
 from .nodes import input_of
-from .nomad_attention_function import SOFTCAP, capped, is_given, optional_attributes, scale_of, turned_pairs
+from .nomad_attention_function import SOFTCAP, capped, is_given, optional_attributes, rotated, scale_of
 
 OP_TYPE = "PagedNoMADAttention"
 BLOCK_TOKENS = 16  # equals kBlockTokens in ops/attention/paged.h
@@ -210,17 +210,8 @@ class _PagedAttention:
 
     def _rotated(self, x: ir.Value) -> ir.Value:
         """Rotate pairs (i, i + D / 2), or (2 i, 2 i + 1) if interleaved, by the angles of each token's position."""
-        body, op = self._body, self._body.op
-        tables, position, is_missing = [self._inputs[name] for name in _ROTARY], self._position, None
-        if self._uses.unrotated:
-            # The constants of nodes without rotary embedding are read as tables of one position and one angle.
-            is_missing = op("Equal", op("Size", tables[0]), body.integer(1))
-            width = op("Where", is_missing, body.integer(1), op("Div", self._head_dim, body.integer(2)))
-            tables = [op("Reshape", table, body.shape(-1, width)) for table in tables]
-            position = op("Where", is_missing, body.integer(0), position)
-        cos, sin = (op("Unsqueeze", op("Gather", table, position, axis=0), body.ints(1)) for table in tables)
-        turned = turned_pairs(body, x, cos, sin, self._head_dim, axis=2)
-        return turned if is_missing is None else op("Where", is_missing, x, turned)
+        tables = [self._inputs[name] for name in _ROTARY]
+        return rotated(self._body, x, tables, self._position, self._head_dim, axis=2, unrotated=self._uses.unrotated)
 
     # ---- pools -------------------------------------------------------------------------------------------------------
 
