@@ -13,6 +13,7 @@ Kinds of weights:
     minimums       scales q + minimums, for the same layers; MatMulNBits has zero points instead
     int4, int5, int6    scales s (q - z) in subgroups of 16, as optimize_onnx stores these formats, for the same layers;
                    MatMulNBits has groups of 32 with zero points
+    q4_k, q5_k, q6_k, q5_0    GGUF's formats, kept exactly (ops/formats/k_quant.h), for the same layers and peers
 
 Scales are float32, as in MatMulNBits, whose scales have the type of x, or float16, which W4A8MatMul stores if that is
 exact. Peers:
@@ -60,8 +61,15 @@ from .side_by_side import (
 
 OP = "W4A8MatMul"
 SUBGROUP_BITS = {"int4": 4, "int5": 5, "int6": 6}
+K_QUANTS = {  # group size and attributes
+    "q4_k": (256, {"bits": 4, "subgroup_size": 32, "subgroup_zero_point": 0}),
+    "q5_k": (256, {"bits": 5, "subgroup_size": 32, "subgroup_zero_point": 0}),
+    "q6_k": (256, {"bits": 6, "subgroup_size": 16, "subgroup_zero_point": 32}),
+    "q5_0": (32, {"bits": 5, "subgroup_size": 32, "subgroup_zero_point": 16}),
+}
 GROUP_KINDS = ("symmetric", "zero_points", "fractions", "minimums")
-KINDS = (*GROUP_KINDS, *SUBGROUP_BITS)
+FIXED_KINDS = (*SUBGROUP_BITS, *K_QUANTS)  # whose group sizes are fixed
+KINDS = (*GROUP_KINDS, *FIXED_KINDS)
 SUBGROUP_GROUP = 256  # inputs of a subgroup kind that share a float scale
 SUBGROUP_SIZE = 16  # inputs that share s and z
 SUBGROUP_PEER = 32  # group size of the MatMulNBits that subgroup kinds are compared with
@@ -108,13 +116,13 @@ def _run_on_opencl(plans: Sequence[Plan], options: BenchOptions, progress: Progr
 def _plans(options: BenchOptions) -> list[Plan]:
     kinds = chosen_kinds(options, KINDS if options.device is None else GROUP_KINDS)
     if options.group_size is not None:
-        fixed = [kind for kind in kinds if kind in SUBGROUP_BITS]
+        fixed = [kind for kind in kinds if kind in FIXED_KINDS]
         if fixed and options.kinds:
             raise OrtolanError(
-                f"--group-size is {options.group_size}, but kind {fixed[0]!r} has subgroups of {SUBGROUP_SIZE} in "
-                f"groups of {SUBGROUP_GROUP}; leave one of them out"
+                f"--group-size is {options.group_size}, but kind {fixed[0]!r} has groups of {_fixed_group(fixed[0])}; "
+                "leave one of them out"
             )
-        kinds = tuple(kind for kind in kinds if kind not in SUBGROUP_BITS)
+        kinds = tuple(kind for kind in kinds if kind not in FIXED_KINDS)
     check_quantized_inputs(options, "")
     if options.sparsity is not None:
         raise OrtolanError(f"--sparsity: {OP} stores every weight, whatever its value; leave it out")
@@ -135,7 +143,7 @@ def _prepare(shape: Shape, kinds: Sequence[str], group_sizes: Sequence[int]) -> 
     q = rng.integers(0, 16, (k, n), dtype=np.uint8)
     candidates: dict[str, TimedLayer] = {}
     comparisons = []
-    for kind in (kind for kind in kinds if kind in SUBGROUP_BITS):
+    for kind in (kind for kind in kinds if kind in FIXED_KINDS):
         groups = (-(-k // SUBGROUP_PEER), n)
         scales, zeros = rng.random(groups, dtype=np.float32), rng.integers(0, 16, groups, dtype=np.uint8)
         peers = {}
@@ -144,10 +152,11 @@ def _prepare(shape: Shape, kinds: Sequence[str], group_sizes: Sequence[int]) -> 
             peers[f"{_PEER}{level}"] = name = f"{_PEER}{level} {kind}"
             candidates[name] = ort_candidate(node, k, n, distinct=True)
         peers["ort_matmul_fp32"] = "ort_matmul_fp32"
-        candidates[f"ortolan {kind}"] = ort_candidate(subgroup_node(rng, k, n, SUBGROUP_BITS[kind]), k, n)
-        case = {"kind": kind, "group_size": SUBGROUP_GROUP, "scales": "float16"}
+        ours = k_quant_node(rng, k, n, kind) if kind in K_QUANTS else subgroup_node(rng, k, n, SUBGROUP_BITS[kind])
+        candidates[f"ortolan {kind}"] = ort_candidate(ours, k, n)
+        case = {"kind": kind, "group_size": _fixed_group(kind), "scales": "float16"}
         comparisons.append(Comparison(case, f"ortolan {kind}", peers))
-    for kind, group_size in product((kind for kind in kinds if kind not in SUBGROUP_BITS), group_sizes):
+    for kind, group_size in product((kind for kind in kinds if kind not in FIXED_KINDS), group_sizes):
         groups = (-(-k // group_size), n)
         scales = rng.random(groups, dtype=np.float32).astype(np.float16)
         zero_points = None if kind == "symmetric" else rng.integers(0, 16, groups, dtype=np.uint8)
@@ -240,6 +249,29 @@ def subgroup_node(rng: np.random.Generator, k: int, n: int, bits: int) -> Node:
         constants.append(_native.pack_high_bits(q, bits))
     attributes = {"k": k, "n": n, "format_version": 2, "group_size": SUBGROUP_GROUP}
     return Node(OP, constants, "ai.ortolan", attributes | {"subgroup_size": SUBGROUP_SIZE, "bits": bits})
+
+
+def k_quant_node(rng: np.random.Generator, k: int, n: int, kind: str) -> Node:
+    """Return the operator on random weights of a kind of K_QUANTS (ops/formats/k_quant.h)."""
+    group, of_kind = K_QUANTS[kind]
+    bits, size = of_kind["bits"], of_kind["subgroup_size"]
+    q = rng.integers(0, 2**bits, (k, n), dtype=np.uint8)
+    groups, rows = (-(-k // group), n), (-(-k // TILE_INPUTS) * TILE_INPUTS // size, n)
+    scales = rng.random(groups, dtype=np.float32).astype(np.float16)
+    constants: list[np.ndarray | None] = [_native.pack_int4_group(q & np.uint8(15)), packed_rows(scales)]
+    constants += [None] * 5
+    has_minimums = of_kind["subgroup_zero_point"] == 0
+    constants.append(packed_rows(-scales) if has_minimums else None)
+    steps = None if size == group else _native.pack_group_rows(rng.integers(0, 64, rows, dtype=np.uint8))
+    constants += [steps, _native.pack_high_bits(q, bits) if bits > 4 else None]
+    if has_minimums:
+        constants.append(_native.pack_group_rows(rng.integers(0, 64, rows, dtype=np.uint8)))
+    attributes = {"k": k, "n": n, "format_version": 3, "group_size": group, "subgroup_scale_bits": 8}
+    return Node(OP, constants, "ai.ortolan", attributes | of_kind)
+
+
+def _fixed_group(kind: str) -> int:
+    return K_QUANTS[kind][0] if kind in K_QUANTS else SUBGROUP_GROUP
 
 
 def packed_rows(rows: np.ndarray) -> np.ndarray:

@@ -24,7 +24,8 @@ def too_wide(k: int) -> str:
 class QuantizedWeight(Quantization):
     """W = scales (q - zero_points / zero_point_steps), or scales q + minimums, [k, n].
 
-    With subgroups: W = scales subgroup_scales (q - zero_points).
+    With subgroups: W = scales subgroup_scales (q - zero_points). K-quants: W = scales subgroup_scales (q - k_quant_zero)
+    + minimums subgroup_minimums.
 
     The tensors may be mapped from a file: call release() after reading them.
     """
@@ -36,7 +37,9 @@ class QuantizedWeight(Quantization):
     # [1, n]; None: symmetric or minimums
     zero_points: ir.TensorProtocol | None = None
     minimums: ir.TensorProtocol | None = None  # float32 [groups, n]
-    subgroup_scales: ir.TensorProtocol | None = None  # uint8 [subgroups, n]; None without subgroups
+    # [subgroups, n]: uint8, K-quants int8; None without subgroups, or if all are 1
+    subgroup_scales: ir.TensorProtocol | None = None
+    subgroup_minimums: ir.TensorProtocol | None = None  # K-quants: uint8 [subgroups, n], or None if all are 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "symmetric", self.zero_points is None and self.minimums is None)
@@ -47,20 +50,27 @@ class QuantizedWeight(Quantization):
         zero_points, minimums = (None if one is None else one.numpy() for one in (self.zero_points, self.minimums))
         if zero_points is not None and self.fractions:
             zero_points = zero_points.astype(np.float32) / self.zero_point_steps
-        steps = None if self.subgroup_scales is None else self.subgroup_scales.numpy()
+        steps, factors = (
+            None if one is None else one.numpy() for one in (self.subgroup_scales, self.subgroup_minimums)
+        )
         weights = dequantize(
-            QuantizedMatrix(self.q.numpy(), self.scales.numpy(), zero_points, minimums, steps),
+            QuantizedMatrix(self.q.numpy(), self.scales.numpy(), zero_points, minimums, steps, factors),
             self.group_size,
             self.subgroup_size,
+            self.k_quant_zero,
         )
-        del zero_points, minimums, steps
+        del zero_points, minimums, steps, factors
         self.release()
         return weights
 
     def release(self) -> None:
         """Unmap the tensors that are mapped from a file."""
-        tensors = (self.q, self.scales, self.zero_points, self.minimums, self.subgroup_scales)
-        release_maps([tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)])
+        release_maps([tensor for tensor in self.tensors().values() if isinstance(tensor, ir.ExternalTensor)])
+
+    def tensors(self) -> dict[str, ir.TensorProtocol | None]:
+        """Return the tensors by the names of their fields."""
+        names = ("q", "scales", "zero_points", "minimums", "subgroup_scales", "subgroup_minimums")
+        return {name: getattr(self, name) for name in names}
 
 
 def dequantized_tensor(weight: QuantizedWeight, transposed: bool, dtype: ir.DataType) -> ir.LazyTensor:

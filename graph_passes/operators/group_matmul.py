@@ -19,8 +19,9 @@ from .function_body import PANEL_COLUMNS
 from .group_function import TILE_INPUTS
 from .replacement import LayerWeight, PackedTensor, Replacement, Stored
 
-# Version of the packed format, without and with subgroups; the kernels refuse other versions.
-_FORMAT_VERSION, _SUBGROUPS_VERSION = 1, 2
+# Version of the packed format, without and with subgroups, and of K-quants; the kernels refuse other versions.
+_FORMAT_VERSION, _SUBGROUPS_VERSION, _K_QUANTS_VERSION = 1, 2, 3
+_LARGEST_K_QUANT = 128 * 32.0  # largest |s (q - zero point)|
 _FLOAT_ROUNDING = 2**-12  # bound on the error of float32 arithmetic, for any summation order, relative to |x| |W|
 _SMALLEST_NORMAL = 2.0**-126
 
@@ -42,7 +43,10 @@ class GroupMatMul(Replacement):
         # model stores usually are not.
         scale = 4 if isinstance(quantization, StoredInt4) and quantization.scales.dtype == ir.DataType.FLOAT else 2
         if quantization.subgroup_size is not None:
-            return weights + groups * scale + panels * PANEL_COLUMNS * padded_k // quantization.subgroup_size
+            # K-quants whose group is one subgroup have no integer scales; others may have minimums, as scales.
+            per_subgroup = 0 if quantization.subgroup_size == quantization.group_size else 1
+            sizes = groups * scale + panels * PANEL_COLUMNS * padded_k // quantization.subgroup_size * per_subgroup
+            return weights + sizes * (2 if quantization.minimum else 1)
         offset = scale if quantization.minimum else 0 if quantization.symmetric else 1
         return weights + groups * (scale + offset)
 
@@ -54,7 +58,11 @@ class GroupMatMul(Replacement):
         attributes = {
             "k": k,
             "n": n,
-            "format_version": _FORMAT_VERSION if quantization.subgroup_size is None else _SUBGROUPS_VERSION,
+            "format_version": _FORMAT_VERSION
+            if quantization.subgroup_size is None
+            else _SUBGROUPS_VERSION
+            if quantization.k_quant_zero is None
+            else _K_QUANTS_VERSION,
             "group_size": quantization.group_size,
             "activation": int(activation),
             "gated_columns": gated_columns,
@@ -73,6 +81,8 @@ class GroupMatMul(Replacement):
             steps += half_steps * magnitude[start : start + group].sum(axis=0)
         # The product of the scales of x and W may be subnormal and flushed to 0.
         largest = self.largest if weight.quantized.subgroup_size is None else float(LARGEST_VALUE)
+        if weight.quantized.k_quant_zero is not None:
+            largest = _LARGEST_K_QUANT
         lost = _SMALLEST_NORMAL * 127 * largest * len(magnitude)
         bound: np.ndarray = steps * (1 + _FLOAT_ROUNDING) + _FLOAT_ROUNDING * product + lost
         return bound

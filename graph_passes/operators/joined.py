@@ -147,6 +147,7 @@ def _kind(quantization: Quantization | None) -> tuple[int | None, ...] | None:
         quantization.minimum,
         quantization.zero_point_steps,
         quantization.subgroup_size,
+        quantization.k_quant_zero,
     )
 
 
@@ -185,17 +186,7 @@ def _join_quantized(
         del whole
         return spill.add(f"{name}.{attribute}", array, ir.DataType.from_numpy(array.dtype))
 
-    q, scales = joined("q"), joined("scales")
-    assert q is not None and scales is not None
-    zero_points, minimums = joined("zero_points"), joined("minimums")
-    whole = dataclasses.replace(
-        parts[0],
-        q=q,
-        scales=scales,
-        zero_points=zero_points,
-        minimums=minimums,
-        subgroup_scales=joined("subgroup_scales"),
-    )
+    whole = dataclasses.replace(parts[0], **{attribute: joined(attribute) for attribute in parts[0].tensors()})
     for part in parts:
         part.release()
     return whole

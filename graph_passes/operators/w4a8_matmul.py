@@ -1,10 +1,12 @@
 """W4A8MatMul: 4-bit weights in groups, with zero points or minimums (format: ops/formats/int4_group.h).
 
-Groups may have subgroups with integer scales and zero points, and then 4, 5 or 6 bits (ops/formats/subgroup.h).
+Groups may have subgroups with integer scales and zero points, and then 4, 5 or 6 bits (ops/formats/subgroup.h). K-quants
+are subgroups of another kind (ops/formats/k_quant.h).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -12,6 +14,7 @@ import onnx_ir as ir
 
 from ortolan import _native
 
+from ..find.constants import lazy
 from ..find.epilogue import Activation
 from ..find.quantized_weight import QuantizedWeight
 from ..weights.quantizers.grid import Quantization
@@ -22,6 +25,9 @@ from .linear_function import neutral_inputs_of_layer, uses_of_layers
 from .nodes import fill_missing, input_of, nodes_of
 from .replacement import LayerWeight, PackedTensor, PackedWeight
 from .w4a8_matmul_function import INPUTS, MIDDLE_ZERO_POINT, OP_TYPE, Uses, w4a8_matmul_function
+
+
+_K_QUANT_SCALE_BITS = 8  # equals kKQuantScaleBits in ops/formats/k_quant.h
 
 
 class W4A8MatMul(GroupMatMul):
@@ -42,12 +48,12 @@ class W4A8MatMul(GroupMatMul):
         quantized = weight.quantized
         assert quantized is not None
         q, scales = quantized.q.numpy(), quantized.scales.numpy()
-        if quantized.symmetric:
+        if quantized.symmetric and quantized.k_quant_zero is None:
             q = (q + np.int8(MIDDLE_ZERO_POINT)).view(np.uint8)
         low = np.ascontiguousarray(q if quantized.bits == 4 else q & 15)
         packed = {"weights": PackedTensor(_native.pack_int4_group(low), ir.DataType.UINT8)}
         del low
-        if quantized.subgroup_scales is not None:
+        if quantized.subgroup_size is not None:
             packed |= _packed_subgroups(quantized)
             del q, scales
             quantized.release()
@@ -72,6 +78,8 @@ class W4A8MatMul(GroupMatMul):
         names = {"zero_point_steps": quantization.zero_point_steps}
         if quantization.subgroup_size is not None:
             names |= {"subgroup_size": quantization.subgroup_size, "bits": quantization.bits}
+        if quantization.k_quant_zero is not None:
+            names |= {"subgroup_scale_bits": _K_QUANT_SCALE_BITS, "subgroup_zero_point": quantization.k_quant_zero}
         own = [ir.AttrInt64(name, value) for name, value in names.items()]
         return [*super().attributes(k, n, quantization, activation, gated_columns), *own]
 
@@ -81,6 +89,13 @@ class W4A8MatMul(GroupMatMul):
         quantized = weight.quantized
         if quantized is None or quantized.group_size is None or not (quantized.minimum or quantized.fractions):
             return whole
+        if quantized.k_quant_zero is not None:
+            # The kernel adds the products with q and those with minimums.
+            shape = quantized.q.shape
+            zeros = lazy(lambda: np.zeros(shape.numpy(), np.uint8), ir.DataType.UINT8, ir.Shape(shape.numpy()))
+            minimums = dataclasses.replace(quantized, q=zeros).matrix()
+            split: np.ndarray = np.abs(weight.matrix - minimums) + np.abs(minimums)
+            return split
         # The kernel sums q - 8, then adds 8 * scale and the minimum per group.
         rows = np.abs(quantized.scales.numpy()).astype(np.float32) * 16
         if quantized.minimums is not None:
@@ -98,6 +113,11 @@ class W4A8MatMul(GroupMatMul):
                 for name, value in (("subgroup_size", 0), ("bits", 4)):
                     if name not in node.attributes:
                         node.attributes.add(ir.AttrInt64(name, value))
+        if uses.k_quants:
+            for node in nodes:
+                if "subgroup_zero_point" not in node.attributes:
+                    node.attributes.add(ir.AttrInt64("subgroup_scale_bits", 8 - node.attributes["bits"].as_int()))
+                    node.attributes.add(ir.AttrInt64("subgroup_zero_point", 0))
 
         def neutral(node: ir.Node) -> dict[str, np.ndarray]:
             n, k = node.attributes["n"].as_int(), node.attributes["k"].as_int()
@@ -106,13 +126,14 @@ class W4A8MatMul(GroupMatMul):
             middle = np.full((-(-n // PANEL_COLUMNS), groups, PANEL_COLUMNS), middle_step, np.uint8)
             scales = input_of(node, INPUTS, "scales")
             assert scales is not None and scales.dtype is not None
-            has_zero = any(input_of(node, INPUTS, name) is not None for name in ("minimums", "subgroup_scales"))
+            has_zero = input_of(node, INPUTS, "minimums") is not None or _has_subgroups(node)
             return {
                 **neutral_inputs_of_layer(n, node.attributes["gated_columns"].as_int()),
                 "zero_points": np.zeros(1, np.uint8) if has_zero else middle,
                 "minimums": np.zeros(1, scales.dtype.numpy()),
                 "subgroup_scales": np.ones(1, np.uint8),
                 "high_bits": np.zeros(1, np.uint8),
+                "subgroup_minimums": np.ones(1, np.uint8),
             }
 
         fill_missing(nodes, INPUTS, uses.needed_inputs(), neutral, new_name)
@@ -124,34 +145,54 @@ class W4A8MatMul(GroupMatMul):
 
 def _packed_subgroups(quantized: QuantizedWeight) -> dict[str, PackedTensor]:
     """Return the packed tensors that only weights with subgroups have, and their scales."""
-    assert quantized.subgroup_scales is not None and quantized.zero_points is not None
-    assert quantized.subgroup_size is not None
-    k, n = quantized.q.shape.numpy()
-    rows = -(-k // TILE_INPUTS) * TILE_INPUTS // quantized.subgroup_size
-    both = np.zeros((rows, n), np.uint8)
-    steps, zero_points = quantized.subgroup_scales.numpy(), quantized.zero_points.numpy()
-    np.left_shift(zero_points, 8 - quantized.bits, out=both[: len(steps)])
-    both[: len(steps)] |= steps
-    (scales,) = packed_floats(quantized.scales.numpy())
-    packed = {
-        "scales": scales,
-        "subgroup_scales": PackedTensor(_native.pack_group_rows(both), ir.DataType.UINT8),
-    }
+    packed = {}
+    if quantized.minimums is None:
+        (packed["scales"],) = packed_floats(quantized.scales.numpy())
+    else:
+        packed["scales"], packed["minimums"] = packed_floats(quantized.scales.numpy(), quantized.minimums.numpy())
+    rows: dict[str, np.ndarray] = {}
+    if quantized.k_quant_zero is None:
+        assert quantized.subgroup_scales is not None and quantized.zero_points is not None
+        zero_points = np.left_shift(quantized.zero_points.numpy(), 8 - quantized.bits)
+        rows["subgroup_scales"] = zero_points | quantized.subgroup_scales.numpy()
+    else:
+        for name in ("subgroup_scales", "subgroup_minimums"):
+            tensor = quantized.tensors()[name]
+            if tensor is not None:
+                rows[name] = tensor.numpy().view(np.uint8)
+    for name, array in rows.items():
+        packed[name] = PackedTensor(_native.pack_group_rows(_padded_subgroups(array, quantized)), ir.DataType.UINT8)
     if quantized.bits > 4:
         q = np.ascontiguousarray(quantized.q.numpy())
         packed["high_bits"] = PackedTensor(_native.pack_high_bits(q, quantized.bits), ir.DataType.UINT8)
     return packed
 
 
+def _padded_subgroups(rows: np.ndarray, quantized: QuantizedWeight) -> np.ndarray:
+    """Return rows, one for each subgroup, with zeros up to whole tiles of inputs."""
+    k, n = quantized.q.shape.numpy()
+    assert quantized.subgroup_size is not None
+    padded = np.zeros((-(-k // TILE_INPUTS) * TILE_INPUTS // quantized.subgroup_size, n), np.uint8)
+    padded[: len(rows)] = rows
+    return padded
+
+
+def _has_subgroups(node: ir.Node) -> bool:
+    attribute = node.attributes.get("subgroup_size")
+    return attribute is not None and attribute.as_int() != 0
+
+
 def _uses(nodes: list[ir.Node]) -> Uses:
     def any_has(name: str) -> bool:
         return any(input_of(node, INPUTS, name) is not None for node in nodes)
 
-    minimums, subgroups = any_has("minimums"), any_has("subgroup_scales")
+    minimums, subgroups = any_has("minimums"), any(map(_has_subgroups, nodes))
     return Uses(
         zero_points=minimums or subgroups or any_has("zero_points"),
         minimums=minimums,
         subgroups=subgroups,
         high_bits=any_has("high_bits"),
+        k_quants=any("subgroup_zero_point" in node.attributes for node in nodes),
+        subgroup_minimums=any_has("subgroup_minimums"),
         **uses_of_layers(nodes, INPUTS),
     )

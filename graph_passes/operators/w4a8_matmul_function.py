@@ -12,7 +12,7 @@ from .group_function import ATTRIBUTES, ROW_INPUTS, TILE_INPUTS, GroupRows, roun
 from .linear_function import NORM_INPUTS, LayerUses, end_of_layer, linear_function
 
 OP_TYPE = "W4A8MatMul"
-_SUBGROUP_INPUTS = ("subgroup_scales", "high_bits")
+_SUBGROUP_INPUTS = ("subgroup_scales", "high_bits", "subgroup_minimums")
 INPUTS = (
     "X", "weights", "scales", "bias", "residual", "zero_points", *NORM_INPUTS, "minimums", *_SUBGROUP_INPUTS
 )  # fmt: skip
@@ -29,6 +29,8 @@ class Uses(LayerUses):
     minimums: bool = False
     subgroups: bool = False  # some nodes have subgroups; others get the scale 1 and zero point 0
     high_bits: bool = False  # some nodes have 5 or 6 bits
+    k_quants: bool = False  # some nodes have K-quants; others get the scale bits of their format and zero point 0
+    subgroup_minimums: bool = False  # some nodes have them; others get the factor 1
 
     def needed_inputs(self) -> set[str]:
         """Return the inputs that all nodes must have."""
@@ -37,22 +39,20 @@ class Uses(LayerUses):
             "minimums": self.minimums,
             "subgroup_scales": self.subgroups,
             "high_bits": self.high_bits,
+            "subgroup_minimums": self.subgroup_minimums,
         }
         return super().needed_inputs() | {name for name, used in own.items() if used}
 
     def takes(self, name: str) -> bool:
         """Return whether the function has this input; it has all inputs up to the last one that a node uses."""
-        last = (
-            "high_bits"
-            if self.high_bits
-            else "subgroup_scales"
-            if self.subgroups
-            else "minimums"
-            if self.minimums
-            else NORM_INPUTS[-1]
-            if self.norm
-            else "zero_points"
+        later = (
+            ("subgroup_minimums", self.subgroup_minimums),
+            ("high_bits", self.high_bits),
+            ("subgroup_scales", self.subgroups),
+            ("minimums", self.minimums),
+            (NORM_INPUTS[-1], self.norm),
         )
+        last = next((one for one, used in later if used), "zero_points")
         return INPUTS.index(name) <= INPUTS.index(last)
 
 
@@ -62,14 +62,16 @@ def w4a8_matmul_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir
     body = FunctionBody(opset)
     product = body.op("MatMul", rounded_by_groups(body, inputs["X"]), _matrix(body, inputs, uses, unpack_once))
     y = end_of_layer(body, product, inputs, uses)
-    own = ("zero_point_steps", *(("subgroup_size", "bits") if uses.subgroups else ()))
+    own = ["zero_point_steps"]
+    own += ["subgroup_size", "bits"] if uses.subgroups else []
+    own += ["subgroup_scale_bits", "subgroup_zero_point"] if uses.k_quants else []
     return linear_function(OP_TYPE, opset, body, inputs, y, (*ATTRIBUTES, *own))
 
 
 def _matrix(body: FunctionBody, inputs: dict[str, ir.Value], uses: Uses, unpack_once: bool) -> ir.Value:
-    """Return W [k, n]: scales (subgroup_scales (q - z) - zero_points / zero_point_steps) + minimums.
+    """Return W [k, n]: scales (s (q - z) - zero_points / zero_point_steps) + minimums subgroup_minimums.
 
-    subgroup_scales and z are the two parts of the input subgroup_scales. A single zero point, minimum or subgroup scale
+    s and z are the two parts of the input subgroup_scales; with K-quants z is an attribute. A single value of an input
     applies to all weights.
     """
     op = body.op
@@ -88,15 +90,20 @@ def _matrix(body: FunctionBody, inputs: dict[str, ir.Value], uses: Uses, unpack_
             tensor = op("Expand", tensor, op("Shape", inputs["scales"]))
         return rows.of_inputs(tensor)
 
-    if uses.subgroups:
-        q = _of_subgroups(body, rows, inputs["subgroup_scales"], q, zero)
+    subgroups = Subgroups(body, rows, zero) if uses.subgroups else None
+    if subgroups:
+        q = subgroups.scaled(inputs["subgroup_scales"], q, uses.k_quants)
     zero_points = body.number(MIDDLE_ZERO_POINT)
     if uses.zero_points:
         steps = op("Cast", body.attribute("zero_point_steps"), to=ir.DataType.FLOAT)
         zero_points = op("Div", of_inputs("zero_points"), steps)
     padded = op("Mul", op("Sub", q, zero_points), of_inputs("scales"))
     if uses.minimums:
-        padded = op("Add", padded, of_inputs("minimums"))
+        minimums = of_inputs("minimums")
+        if uses.subgroup_minimums:
+            assert subgroups is not None
+            minimums = op("Mul", minimums, subgroups.of_inputs(inputs["subgroup_minimums"]))
+        padded = op("Add", padded, minimums)
     return rows.matrix(padded)
 
 
@@ -133,17 +140,38 @@ def _high_bits(body: FunctionBody, rows: GroupRows, tensor: ir.Value, zero: ir.V
     return _in_order(body, rows, _bits_at(body, by_chunk, op("Add", shifts, zero), _power_of_two(body, more)))
 
 
-def _of_subgroups(body: FunctionBody, rows: GroupRows, tensor: ir.Value, q: ir.Value, zero: ir.Value) -> ir.Value:
-    """Return subgroup_scales (q - z), float32 [input, column]."""
-    op = body.op
-    size, bits = body.attribute("subgroup_size"), body.attribute("bits")
-    # Without subgroups, all subgroups of a tile's size have the one scale.
-    size = op("Where", op("Equal", size, body.integer(0)), body.integer(TILE_INPUTS), size)
-    count = op("Div", rows.padded_k, size)
-    whole = op("Expand", tensor, body.shape(rows.panels, count, PANEL_COLUMNS))
-    scale_bits = op("Sub", body.integer(8), bits)
-    index = op("Add", op("Div", rows.inputs, size), zero)
-    scales = rows.rows_at(op("Mod", whole, _power_of_two(body, scale_bits)), index)
-    right = op("Cast", scale_bits, to=ir.DataType.UINT8)
-    zero_points = rows.rows_at(op("BitShift", whole, right, direction="RIGHT"), index)
-    return op("Mul", op("Sub", q, zero_points), scales)
+class Subgroups:
+    """Expands the values of subgroups to one row for each input."""
+
+    def __init__(self, body: FunctionBody, rows: GroupRows, zero: ir.Value) -> None:
+        self._body, self._rows = body, rows
+        op = body.op
+        size = body.attribute("subgroup_size")
+        # Without subgroups, all subgroups of a tile's size have the one scale.
+        size = op("Where", op("Equal", size, body.integer(0)), body.integer(TILE_INPUTS), size)
+        self._count = op("Div", rows.padded_k, size)
+        self._index = op("Add", op("Div", rows.inputs, size), zero)
+
+    def of_inputs(self, tensor: ir.Value) -> ir.Value:
+        """Return the expanded tensor, float32 [input, column]."""
+        shape = self._body.shape(self._rows.panels, self._count, PANEL_COLUMNS)
+        return self._rows.rows_at(self._body.op("Expand", tensor, shape), self._index)
+
+    def scaled(self, tensor: ir.Value, q: ir.Value, k_quants: bool) -> ir.Value:
+        """Return s (q - z), float32 [input, column]. tensor: the input subgroup_scales."""
+        body, op = self._body, self._body.op
+        both = self.of_inputs(tensor)  # s + 2^(bits of s) z; K-quants: s modulo 256
+        scale_bits = (
+            body.attribute("subgroup_scale_bits")
+            if k_quants
+            else op("Sub", body.integer(8), body.attribute("bits"))
+        )
+        power = op("Pow", body.number(2), op("Cast", scale_bits, to=ir.DataType.FLOAT))
+        zero_points = op("Floor", op("Div", both, power))
+        scales = op("Sub", both, op("Mul", zero_points, power))
+        if k_quants:
+            negative = op("Cast", op("Greater", scales, body.number(127)), to=ir.DataType.FLOAT)
+            scales = op("Sub", scales, op("Mul", negative, body.number(256)))
+            shared = op("Cast", body.attribute("subgroup_zero_point"), to=ir.DataType.FLOAT)
+            zero_points = op("Add", zero_points, shared)
+        return op("Mul", op("Sub", q, zero_points), scales)

@@ -1,20 +1,20 @@
-"""Quantized weights of GGUF files in the formats of Ortolan's operators, with groups of 32 inputs.
+"""Quantized weights of GGUF files in the formats of Ortolan's operators.
 
-    Q4_0                   4 bits, q - 8, with a scale           kept exactly
-    Q4_1                   4 bits, q, with scale and minimum     kept exactly
-    Q8_0, Q5_0             8 bits with a scale                   kept exactly
-    Q4_K                   4 bits, q, with scale and minimum     q kept; scale and minimum, each a float16 times
-                                                                 a 6-bit integer, rounded to float16
-    Q5_1, Q5_K, Q6_K and   8 bits with a scale                   rounded: the scale with the least squared error
-    all others, floats too                                       among several
+    Q4_0               4 bits, q - 8, with a scale per 32 inputs                              kept exactly
+    Q4_1               4 bits, q, with scale and minimum per 32 inputs                        kept exactly
+    Q8_0               8 bits with a scale per 32 inputs                                      kept exactly
+    Q5_0, Q5_1         5 bits, like Q4_0 and Q4_1; K-quants of ops/formats/k_quant.h          kept exactly
+    Q2_K to Q6_K       K-quants with 256 inputs per scale; Q2_K and Q3_K occupy 4 bits        kept exactly
+    all others,        8 bits with a scale per 32 inputs                                      rounded: the scale with the
+    floats too                                                                                least squared error
 
-With float16 scales and minimums, Q4_K takes 5 bits per weight; exact float32 values would take 6 bits.
+Word embeddings become 8 bits: exactly if they have no minimums and one scale per 32 inputs, else rounded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -52,27 +52,34 @@ class KeptWeight:
     @property
     def format(self) -> str:
         """A description of the format."""
-        if self.quantized.minimum:
-            return f"{self.quantized.bits} bits with minimums"
-        return f"{self.quantized.bits} bits"
+        minimums = " with minimums" if self.quantized.minimum else ""
+        return f"{self.quantized.bits} bits{minimums} in groups of {self.quantized.group_size}"
+
+
+Part = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
 class _Format:
     """A GGUF type that stores each row of a weight as blocks, uint8 [n, blocks, bytes].
 
-    The functions return q [n, blocks, inputs]; and scales, and minimums if the type has them, [n, groups].
+    The functions take the blocks. q returns [n, blocks, inputs]; the others return scales, and minimums if the type has
+    them, [n, groups]; and their integer factors, [n, blocks, subgroups], if groups have several subgroups.
     """
 
     bits: int
     block_bytes: int
-    q: Callable[[np.ndarray], np.ndarray]
-    scales: Callable[[np.ndarray], np.ndarray]
-    minimums: Callable[[np.ndarray], np.ndarray] | None = None
-    exact: bool = True
+    q: Part
+    scales: Part
+    minimums: Part | None = None
+    subgroup_scales: Part | None = None
+    subgroup_minimums: Part | None = None
+    group: int = GROUP
+    subgroup: int | None = None
+    zero: int | None = None  # Quantization.k_quant_zero
 
 
-def _half(start: int) -> Callable[[np.ndarray], np.ndarray]:
+def _half(start: int) -> Part:
     """Return a function that reads the float16 at this byte of each block, [n, blocks]."""
     return lambda blocks: np.ascontiguousarray(blocks[..., start : start + 2]).view(np.float16)[..., 0]
 
@@ -82,26 +89,81 @@ def _nibbles(packed: np.ndarray) -> np.ndarray:
     return np.concatenate([packed & 15, packed >> 4], axis=-1)
 
 
-def _fifth_bits(blocks: np.ndarray) -> np.ndarray:
-    return np.unpackbits(blocks[..., 2:6], axis=-1, bitorder="little")
+def _fifth_bits(packed: np.ndarray) -> np.ndarray:
+    """Unpack […, 4] to […, 32]: 16 for bits that are set."""
+    return np.unpackbits(packed, axis=-1, bitorder="little") << 4
 
 
-def _q4_k_parts(blocks: np.ndarray, of_minimums: bool) -> np.ndarray:
-    """Return the eight scales or minimums of each block (a float16 times a 6-bit integer), as float16 [n, groups]."""
-    low, high, both = (blocks[..., start : start + 4] for start in (4, 8, 12))
-    if of_minimums:
-        factors = np.concatenate([high & 63, (both >> 4) | ((high >> 2) & 48)], axis=-1)
-    else:
-        factors = np.concatenate([low & 63, (both & 15) | ((low >> 2) & 48)], axis=-1)
-    unit = _half(2 if of_minimums else 0)(blocks).astype(np.float32)
-    product = unit[..., None] * factors.astype(np.float32)
-    with np.errstate(over="ignore"):
-        return (-product if of_minimums else product).astype(np.float16).reshape(len(blocks), -1)
+def _in_rows(packed: np.ndarray, width: int) -> np.ndarray:
+    """Split […, bytes] into […, rows, width]."""
+    return packed.reshape(*packed.shape[:-1], -1, width)
+
+
+def _flat(parts: np.ndarray) -> np.ndarray:
+    """Join all axes after [n, blocks]."""
+    return parts.reshape(*parts.shape[:2], -1)
+
+
+def _shifted(packed: np.ndarray, shifts: range, mask: int) -> np.ndarray:
+    """Return packed >> each shift, masked: […, rows, shifts, width] of […, rows, width]."""
+    return np.stack([packed >> shift & mask for shift in shifts], axis=-2)
+
+
+def _six_bits(start: int) -> Part:
+    """Return a function that reads eight 6-bit integers, [n, blocks, 8], of Q4_K and Q5_K.
+
+    start: 4 for scales, 8 for minimums. The 12 bytes are four scales, four minimums, and the low bits of four more of
+    each; the high bits of these are in the first eight bytes.
+    """
+
+    def read(blocks: np.ndarray) -> np.ndarray:
+        own, both = blocks[..., start : start + 4], blocks[..., 12:16]
+        low = both & 15 if start == 4 else both >> 4
+        return np.concatenate([own & 63, low | ((own >> 2) & 48)], axis=-1)
+
+    return read
+
+
+def _minus(part: Part) -> Part:
+    return lambda blocks: -part(blocks)
+
+
+def _q2_k(blocks: np.ndarray) -> np.ndarray:
+    return _flat(_shifted(_in_rows(blocks[..., 16:80], 32), range(0, 8, 2), 3))
+
+
+def _q3_k(blocks: np.ndarray) -> np.ndarray:
+    low = _shifted(_in_rows(blocks[..., 32:96], 32), range(0, 8, 2), 3)
+    high = _shifted(_in_rows(blocks[..., :32], 32), range(8), 1).reshape(low.shape)
+    # q is low - 4 (1 - high): 8 is its zero point here.
+    return _flat(low + (high << 2) + np.uint8(4))
+
+
+def _q3_k_scales(blocks: np.ndarray) -> np.ndarray:
+    low, high = _in_rows(blocks[..., 96:104], 4), blocks[..., 104:108]
+    quarters = np.concatenate([low & 15, low >> 4], axis=-2)  # [n, blocks, 4, 4]
+    scales = quarters | _shifted(high[..., None, :], range(0, 8, 2), 3)[..., 0, :, :] << 4
+    return _flat(scales).view(np.int8) - np.int8(32)
 
 
 def _q4_k(blocks: np.ndarray) -> np.ndarray:
-    packed = blocks[..., 16:].reshape(*blocks.shape[:2], -1, GROUP)  # each row holds the nibbles of two groups
-    return _nibbles(packed).reshape(*blocks.shape[:2], _SUPER_BLOCK)
+    return _flat(_nibbles(_in_rows(blocks[..., 16:], GROUP)))  # each row holds the nibbles of two subgroups
+
+
+def _q5_k(blocks: np.ndarray) -> np.ndarray:
+    low = _nibbles(_in_rows(blocks[..., 48:], GROUP))
+    high = _shifted(_in_rows(blocks[..., 16:48], GROUP), range(8), 1)
+    return _flat(low) | _flat(high) << 4
+
+
+def _q6_k(blocks: np.ndarray) -> np.ndarray:
+    low = _nibbles(_in_rows(blocks[..., :128], 64))
+    high = _shifted(_in_rows(blocks[..., 128:192], 32), range(0, 8, 2), 3)
+    return _flat(low) | _flat(high) << 4
+
+
+def _q6_k_scales(blocks: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(blocks[..., 192:208]).view(np.int8)
 
 
 _FORMATS = {
@@ -109,18 +171,63 @@ _FORMATS = {
     "Q4_1": _Format(4, 20, lambda blocks: _nibbles(blocks[..., 4:]), _half(0), _half(2)),
     "Q8_0": _Format(8, 34, lambda blocks: blocks[..., 2:].view(np.int8), _half(0)),
     "Q5_0": _Format(
-        8,
+        5,
         22,
-        lambda blocks: (_nibbles(blocks[..., 6:]) | (_fifth_bits(blocks) << 4)).view(np.int8) - np.int8(16),
+        lambda blocks: _nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6]),
         _half(0),
+        subgroup=GROUP,
+        zero=16,
+    ),
+    "Q5_1": _Format(
+        5,
+        24,
+        lambda blocks: _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8]),
+        _half(0),
+        _half(2),
+        subgroup=GROUP,
+        zero=0,
+    ),
+    "Q2_K": _Format(
+        4,
+        84,
+        _q2_k,
+        _half(80),
+        _minus(_half(82)),
+        lambda blocks: blocks[..., :16] & 15,
+        lambda blocks: blocks[..., :16] >> 4,
+        group=_SUPER_BLOCK,
+        subgroup=16,
+        zero=0,
+    ),
+    "Q3_K": _Format(
+        4, 110, _q3_k, _half(108), subgroup_scales=_q3_k_scales, group=_SUPER_BLOCK, subgroup=16, zero=8
     ),
     "Q4_K": _Format(
         4,
         144,
         _q4_k,
-        lambda blocks: _q4_k_parts(blocks, False),
-        lambda blocks: _q4_k_parts(blocks, True),
-        exact=False,
+        _half(0),
+        _minus(_half(2)),
+        _six_bits(4),
+        _six_bits(8),
+        group=_SUPER_BLOCK,
+        subgroup=GROUP,
+        zero=0,
+    ),
+    "Q5_K": _Format(
+        5,
+        176,
+        _q5_k,
+        _half(0),
+        _minus(_half(2)),
+        _six_bits(4),
+        _six_bits(8),
+        group=_SUPER_BLOCK,
+        subgroup=GROUP,
+        zero=0,
+    ),
+    "Q6_K": _Format(
+        6, 210, _q6_k, _half(208), subgroup_scales=_q6_k_scales, group=_SUPER_BLOCK, subgroup=16, zero=32
     ),
 }
 
@@ -129,24 +236,34 @@ def keep_gguf_weight(stored: StoredWeight, spill: TensorSpill, eight_bits: bool 
     """Return a weight [n, k] of the file in a format of Ortolan's operators.
 
     Computed tensors are stored in `spill`; all other tensors are read from the file when needed. eight_bits: Convert
-    4-bit weights to 8 bits.
+    weights of fewer bits to 8 bits.
 
     Raises:
         ModelBuildError: Scales are not finite, or weights are too large for float16 scales.
     """
     found = _FORMATS.get(stored.kind)
-    if found is None or (eight_bits and found.bits != 8):
+    if found is not None and eight_bits:
+        found = _in_eight_bits(found)
+    if found is None:
         rounded = _round(stored, spill)
         return KeptWeight(stored, rounded, _error(stored, rounded))
     quantized = _as_stored(stored, found)
     _check_finite(stored, quantized)
-    return KeptWeight(stored, quantized, 0.0 if found.exact else _error(stored, quantized))
+    return KeptWeight(stored, quantized, 0.0)
+
+
+def _in_eight_bits(found: _Format) -> _Format | None:
+    """Return the same weights as int8 with one scale per group, or None if they have minimums or factors."""
+    if found.minimums is not None or found.subgroup_scales is not None:
+        return None
+    zero = np.uint8(found.zero or 0)
+    return replace(found, bits=8, q=lambda blocks: found.q(blocks).view(np.uint8) - zero, subgroup=None, zero=None)
 
 
 def join_quantized(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     """Join weights side by side; None if their formats differ."""
     first = parts[0]
-    kinds = {(part.bits, part.symmetric, part.minimum, part.scales.dtype) for part in parts}
+    kinds = {(_kind(part), part.symmetric, part.minimum, part.scales.dtype) for part in parts}
     if len(kinds) > 1:
         return None
 
@@ -161,29 +278,41 @@ def join_quantized(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
             ir.Shape([rows, columns]),
         )
 
-    q, scales = joined([part.q for part in parts]), joined([part.scales for part in parts])
-    assert q is not None and scales is not None
-    return QuantizedWeight(first.bits, GROUP, q, scales, minimums=joined([part.minimums for part in parts]))
+    tensors = [part.tensors() for part in parts]
+    return replace(first, **{name: joined([one[name] for one in tensors]) for name in tensors[0]})
+
+
+def _kind(weight: QuantizedWeight) -> tuple[int | None, ...]:
+    return weight.bits, weight.group_size, weight.subgroup_size, weight.k_quant_zero
 
 
 def _as_stored(stored: StoredWeight, found: _Format) -> QuantizedWeight:
     n, k = stored.shape
 
-    def read(part: Callable[[np.ndarray], np.ndarray], dtype: type[np.generic]) -> Callable[[], np.ndarray]:
+    def tensor(part: Part | None, dtype: type[np.generic], inputs: int = 1) -> ir.TensorProtocol | None:
+        """Return the part as [k / inputs, n]."""
+        if part is None:
+            return None
+
         def compute() -> np.ndarray:
             array = part(stored.stored().reshape(n, -1, found.block_bytes)).reshape(n, -1)
-            return np.ascontiguousarray(array.T).astype(dtype, copy=False)
+            return np.ascontiguousarray(array.T).astype(dtype, copy=False)  # modulo 256 for bytes
 
-        return compute
+        return lazy(compute, ir.DataType.from_numpy(np.dtype(dtype)), ir.Shape([k // inputs, n]))
 
-    groups = ir.Shape([k // GROUP, n])
-    whole, q_type = (np.uint8, ir.DataType.UINT8) if found.minimums else (np.int8, ir.DataType.INT8)
+    unsigned = found.zero is not None or found.minimums is not None
+    q, scales = tensor(found.q, np.uint8 if unsigned else np.int8), tensor(found.scales, np.float16, found.group)
+    assert q is not None and scales is not None
     return QuantizedWeight(
         found.bits,
-        GROUP,
-        lazy(read(found.q, whole), q_type, ir.Shape([k, n])),
-        lazy(read(found.scales, np.float16), ir.DataType.FLOAT16, groups),
-        minimums=lazy(read(found.minimums, np.float32), ir.DataType.FLOAT, groups) if found.minimums else None,
+        found.group,
+        q,
+        scales,
+        minimums=tensor(found.minimums, np.float32, found.group),
+        subgroup_scales=tensor(found.subgroup_scales, np.int8, found.subgroup or 1),
+        subgroup_minimums=tensor(found.subgroup_minimums, np.uint8, found.subgroup or 1),
+        subgroup_size=found.subgroup,
+        k_quant_zero=found.zero,
     )
 
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "formats/k_quant.h"
 #include "host/error_text.h"
 
 namespace ortolan {
@@ -30,7 +31,14 @@ std::string ValidateGroups(const BitmapLayout& layout, const GroupClaim& claim) 
   if (!in_subgroups && claim.subgroups.bits != 4) {
     return ErrorText("bits is ", claim.subgroups.bits, ", expected 4 without subgroups");
   }
-  if (in_subgroups && !IsGroupSizeOfSubgroups(claim.group)) {
+  const int64_t scale_bits = claim.subgroups.scale_bits;
+  if (scale_bits != 0 && (!in_subgroups || scale_bits != kKQuantScaleBits)) {
+    return ErrorText("subgroup_scale_bits is ", scale_bits, ", expected ", in_subgroups ? kKQuantScaleBits : 0, " or none");
+  }
+  if (scale_bits != 0 && !IsGroupSizeOfKQuants(claim.group)) {
+    return ErrorText("group_size is ", claim.group, ", expected 32, 64, 128 or 256");
+  }
+  if (in_subgroups && scale_bits == 0 && !IsGroupSizeOfSubgroups(claim.group)) {
     return ErrorText("group_size is ", claim.group, ", expected 64, 128 or 256 with subgroups");
   }
   if (!in_subgroups && !IsGroupSize(claim.group)) {
@@ -46,6 +54,10 @@ std::string ValidateGroups(const BitmapLayout& layout, const GroupClaim& claim) 
   if (claim.scale_count != expected) {
     return ErrorText("scales have ", claim.scale_count, " elements, expected ", expected, " (", panels, " panels x ",
                      groups, " groups x ", kPanelColumns, ")");
+  }
+  if (scale_bits != 0) {
+    if (claim.zero_point_count == 0) return ValidateKQuants(claim);
+    return ErrorText("zero_points have ", claim.zero_point_count, " elements, expected none with subgroups");
   }
   if (in_subgroups) {
     if (claim.zero_point_count != 0 || claim.minimum_count != 0) {

@@ -3,7 +3,7 @@
 //
 // W is [k, n]: k inputs, n outputs, y = x W. Group g is inputs g G … g G + G - 1 of a column; the last one may be
 // shorter. G is 32, 64 or 128; with subgroups (formats/subgroup.h), it is 64, 128 or 256 and zero points and minimums
-// are missing.
+// are missing. formats/k_quant.h has subgroups of another kind.
 //
 //     scales       float32 or float16 [panels, groups, 16]
 //     zero_points  u8 [panels, groups, 16], optional: integers 0 … 15, or with zero_point_steps 16 sixteenths, 0 … 255
@@ -42,6 +42,7 @@ struct GroupView {
   SubgroupView subgroups{};
 
   bool HasSubgroups() const { return subgroups.size != 0; }
+  bool IsKQuant() const { return subgroups.scale_bits != 0; }
   bool HasFractions() const { return zero_points != nullptr && zero_point_steps != 1; }
 };
 

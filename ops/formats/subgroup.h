@@ -38,6 +38,10 @@ struct SubgroupView {
   int64_t bits = 4;
   const uint8_t* scales = nullptr;
   const uint8_t* high_bits = nullptr;  // null with 4 bits
+  // Of formats/k_quant.h, where scales may be null:
+  int64_t scale_bits = 0;              // kKQuantScaleBits; 0: scales and zero points share bytes
+  int64_t zero_point = 0;              // of all weights
+  const uint8_t* minimums = nullptr;   // null: 1
 
   // Rows of 16 subgroup scales of a panel of k inputs.
   int64_t Rows(int64_t k) const { return kInt4Bitmap.PaddedK(k) / size; }
@@ -55,6 +59,9 @@ struct SubgroupClaim {
   int64_t bits = 4;
   int64_t scale_count = 0;
   int64_t high_bytes = 0;
+  int64_t scale_bits = 0;
+  int64_t zero_point = 0;
+  int64_t minimum_count = 0;
 };
 
 // Returns an empty string if the tensors of a valid k and n have the sizes that kernels expect; otherwise one sentence

@@ -21,7 +21,7 @@ inline GroupKind Int8Groups() { return {kInt8Bitmap, GroupInt8Kernels()}; }
 inline LinearLayer LayerOf(const GroupKind& kind, const GroupWeight& w) {
   LinearLayer layer;
   layer.w = &w;
-  layer.kernels = w.view.HasSubgroups() ? SubgroupKernels() : kind.kernels;
+  layer.kernels = w.view.IsKQuant() ? KQuantKernels() : w.view.HasSubgroups() ? SubgroupKernels() : kind.kernels;
   layer.panel_inputs = kind.layout.PaddedK(w.k);
   return layer;
 }

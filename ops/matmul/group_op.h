@@ -15,12 +15,15 @@ class GroupOp : public LinearOp {
   using OpenDevice = std::unique_ptr<MatMulDevice>(const OrtKernelInfo& info, const GroupWeight& w,
                                                    const std::string& node);
 
-  // inputs: weights and scales, optionally zero_points, minimums, subgroup_scales and high_bits.
+  // inputs: weights and scales, optionally zero_points, minimums, subgroup_scales, high_bits and
+  // subgroup_minimums.
   GroupOp(const OrtKernelInfo& info, const char* op_type, int64_t format_version, LinearInputs inputs,
           const GroupKind& kind, OpenDevice* open_device = nullptr);
 
   // Return the attribute subgroup_size; 0: groups have no subgroups.
   static int64_t SubgroupSize(const OrtKernelInfo& info) { return IntAttributeOr(info, "subgroup_size", 0); }
+  // Return kKQuantScaleBits for weights of formats/k_quant.h, otherwise 0.
+  static int64_t KQuantScaleBits(const OrtKernelInfo& info);
 
  private:
   GroupWeight w_;

@@ -1,8 +1,8 @@
-// The interface of matmul kernels: y = x W + bias, with W packed in one of seven formats.
+// The interface of matmul kernels: y = x W + bias, with W packed in one of eight formats.
 //
 // A kernel multiplies rows of x, rounded or quantized by its own pack function, with a range of panels (16 columns of W
 // each). It allocates no memory and starts no threads. Formulas and error bounds are documented with the kinds of
-// weight: bitmap_weight.h (bf16, int8, int4), group_weight.h (groups and subgroups), block_sparse_weight.h.
+// weight: bitmap_weight.h (bf16, int8, int4), group_weight.h (groups and subgroups), k_quant_loop.h, block_sparse_weight.h.
 //
 // A row of y depends on its row of x only. How the rows and panels are divided does not change the result.
 #pragma once
@@ -102,6 +102,7 @@ std::span<const MatMulKernel> Int4Kernels();
 std::span<const MatMulKernel> GroupInt4Kernels();
 std::span<const MatMulKernel> GroupInt8Kernels();
 std::span<const MatMulKernel> SubgroupKernels();
+std::span<const MatMulKernel> KQuantKernels();
 std::span<const MatMulKernel> BlockSparseKernels();
 
 }  // namespace ortolan

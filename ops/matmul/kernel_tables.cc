@@ -5,9 +5,9 @@
 namespace ortolan {
 
 // Declares what target_functions.h defines for the targets in the tables.
-#define ORTOLAN_FEATURE_SET(target, features)                                                        \
-  namespace target {                                                                                 \
-  extern const MatMulFunctions kBf16, kInt8, kInt4, kGroupInt4, kGroupInt8, kSubgroup, kBlockSparse; \
+#define ORTOLAN_FEATURE_SET(target, features)                                                                 \
+  namespace target {                                                                                          \
+  extern const MatMulFunctions kBf16, kInt8, kInt4, kGroupInt4, kGroupInt8, kSubgroup, kKQuant, kBlockSparse; \
   }
 #include "isa/feature_sets.inc"
 #undef ORTOLAN_FEATURE_SET
@@ -52,6 +52,13 @@ std::span<const MatMulKernel> GroupInt8Kernels() {
 std::span<const MatMulKernel> SubgroupKernels() {
   static const MatMulKernel kernels[] = {
 #include "matmul/subgroup_kernels.inc"
+  };
+  return kernels;
+}
+
+std::span<const MatMulKernel> KQuantKernels() {
+  static const MatMulKernel kernels[] = {
+#include "matmul/k_quant_kernels.inc"
   };
   return kernels;
 }

@@ -26,14 +26,18 @@ class Kernel : public GroupOp {
                                             {"norm_bias"},
                                             {"minimums", ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED},
                                             {"subgroup_scales", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8},
-                                            {"high_bits", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8}};
+                                            {"high_bits", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8},
+                                            {"subgroup_minimums", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8}};
 
   explicit Kernel(const OrtKernelInfo& info)
       : GroupOp(info, kOpType, FormatVersion(info), kInputs, Int4Groups(), &OpenOnOpenCl) {}
 
  private:
-  // Older libraries must refuse weights in subgroups.
-  static int64_t FormatVersion(const OrtKernelInfo& info) { return SubgroupSize(info) != 0 ? 2 : 1; }
+  // Older libraries must refuse weights in subgroups, of either kind.
+  static int64_t FormatVersion(const OrtKernelInfo& info) {
+    if (SubgroupSize(info) == 0) return 1;
+    return KQuantScaleBits(info) == 0 ? 2 : 3;
+  }
 };
 
 }  // namespace

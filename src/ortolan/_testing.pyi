@@ -348,17 +348,24 @@ def w4a8_matmul(
     subgroup_size: int = 0,
     high_bits: NDArray[np.uint8] | None = None,
     bits: int = 4,
+    subgroup_scale_bits: int = 0,
+    subgroup_zero_point: int = 0,
+    subgroup_minimums: NDArray[np.uint8] | None = None,
 ) -> NDArray[np.float32]:
     """Return y [m, n] = x [m, k], quantized group by group, @ W + bias.
 
     weights are made by `pack_int4_group`; scales, [panels, groups, 16], are float32 or the bits of float16 (uint16);
     group_size is 32, 64 or 128. The weights may have zero_points or, with the type of scales, minimums, of the same
-    shape. zero_point_steps is 16 if zero_points count sixteenths. With subgroup_scales (ops/formats/subgroup.h),
-    group_size is 64, 128 or 256, and `subgroup_kernels` lists the kernels.
+    shape. zero_point_steps is 16 if zero_points count sixteenths. With a subgroup_size (ops/formats/subgroup.h),
+    group_size is 64, 128 or 256, and `subgroup_kernels` lists the kernels; if also subgroup_scale_bits is 8
+    (ops/formats/k_quant.h), group_size may be 32, and `k_quant_kernels` lists them.
     """
 
 def subgroup_kernels() -> list[KernelInfo]:
     """List the kernels for weights in subgroups, best first."""
+
+def k_quant_kernels() -> list[KernelInfo]:
+    """List the kernels for K-quants (ops/formats/k_quant.h), best first."""
 
 def w8a8_matmul_kernels() -> list[KernelInfo]:
     """List the kernels for int8 weights in groups, best first."""

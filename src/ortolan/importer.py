@@ -35,7 +35,7 @@ from .models.gguf.file import StoredWeight
 from .models.gguf.model import GgufModel, read_model
 from .models.gguf.side_files import genai_config, side_files
 from .models.gguf.tokenizer import TokenizerFacts, read_gguf_tokenizer, read_tokenizer_facts
-from .models.gguf.weights import GROUP, KeptWeight, join_quantized, keep_gguf_weight
+from .models.gguf.weights import KeptWeight, join_quantized, keep_gguf_weight
 from .models.graph_builder import ModelBuildError, Weight, lazy_weight
 from .models.llama import build_llama
 from .progress import Progress, Stage, no_progress, told
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _MODEL = "model.onnx"
-_TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_TABLE = "model.embed_tokens.weight"
 _TOKENS_TO_COMPARE = 40  # of the model's own text, with which its form for serving is checked
 _ROWS_TO_CHECK = 4  # number of random input rows on which each layer is checked
 
@@ -61,8 +61,8 @@ def import_gguf(
 
     The folder has model.onnx with Ortolan's operators, model.onnx.data with the weights, the operator library, the
     tokenizer with its chat template, and the configuration files of onnxruntime-genai and Optimum. Weights of Q4_0,
-    Q4_1, Q5_0 and Q8_0 are kept exactly, weights of Q4_K with scales rounded to float16, and all other weights become
-    8-bit in groups of 32. The notes of the report list the weights with their errors. Each layer is checked on random
+    Q4_1, Q5_0, Q5_1, Q8_0 and Q2_K to Q6_K are kept exactly; all other weights, and word embeddings, become 8-bit in
+    groups of 32. The notes of the report list the weights with their errors. Each layer is checked on random
     inputs.
 
     Args:
@@ -181,7 +181,7 @@ class _Import:
             if len(stored.shape) == 1:
                 weights.lazy[name] = np.asarray(stored.floats())
                 continue
-            weights.taken[name] = taken = keep_gguf_weight(stored, spill, eight_bits=name in (_TABLE, _HEAD))
+            weights.taken[name] = taken = keep_gguf_weight(stored, spill, eight_bits=name == _TABLE)
             weights.lazy[name] = _float_weight(taken.quantized)
             weights.given[name if name == _TABLE else f"{name}_t"] = taken.quantized
         tell(Stage.READ_WEIGHTS, total, total)
@@ -296,5 +296,5 @@ def _describe(taken: Mapping[str, KeptWeight]) -> list[str]:
         size = human_bytes(sum(one.stored.nbytes for one in group))
         how = "exact" if not any(errors) else f"relative error of the weights up to {max(errors):.2g}"
         names = f"{len(group)} matrices" if len(group) > 1 else repr(group[0].stored.name)
-        lines.append(f"{names} of {kind} ({size}) -> {form} in groups of {GROUP}, {how}")
+        lines.append(f"{names} of {kind} ({size}) -> {form}, {how}")
     return lines

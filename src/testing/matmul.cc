@@ -2,7 +2,7 @@
 #include "formats/group.h"
 #include "matmul/bitmap_weight.h"
 #include "matmul/block_sparse_weight.h"
-#include "matmul/group_weight.h"
+#include "matmul/group_layer.h"
 #include "testing.h"
 
 namespace ortolan {
@@ -101,7 +101,9 @@ Array<float> W4A8MatMul(const CastArray<float>& x, const Array<uint8_t>& weights
                         int64_t group_size, int64_t k, int64_t n, const std::optional<Array<uint8_t>>& zero_points,
                         const Bias& bias, const KernelName& name, const std::optional<Array<Scale>>& minimums,
                         int64_t zero_point_steps, const std::optional<Array<uint8_t>>& subgroup_scales,
-                        int64_t subgroup_size, const std::optional<Array<uint8_t>>& high_bits, int64_t bits) {
+                        int64_t subgroup_size, const std::optional<Array<uint8_t>>& high_bits, int64_t bits,
+                        int64_t subgroup_scale_bits, int64_t subgroup_zero_point,
+                        const std::optional<Array<uint8_t>>& subgroup_minimums) {
   GroupView view{k, n, group_size, weights.data(), reinterpret_cast<const uint8_t*>(scales.data())};
   view.scale_type = sizeof(Scale) == 4 ? ScaleType::kFloat32 : ScaleType::kFloat16;
   GroupClaim claim{k, n, group_size, weights.size(), scales.size()};
@@ -114,12 +116,21 @@ Array<float> W4A8MatMul(const CastArray<float>& x, const Array<uint8_t>& weights
     view.minimums = reinterpret_cast<const uint8_t*>(minimums->data());
     claim.minimum_count = minimums->size();
   }
-  if (subgroup_scales) {
-    view.subgroups = {subgroup_size, bits, subgroup_scales->data(), high_bits ? high_bits->data() : nullptr};
-    claim.subgroups = {subgroup_size, bits, subgroup_scales->size(), high_bits ? high_bits->size() : 0};
+  const auto data = [](const auto& tensor) { return tensor ? tensor->data() : nullptr; };
+  const auto size = [](const auto& tensor) { return tensor ? tensor->size() : 0; };
+  if (subgroup_size != 0) {
+    view.subgroups = {subgroup_size,       bits,
+                      data(subgroup_scales), data(high_bits),
+                      subgroup_scale_bits, subgroup_zero_point,
+                      data(subgroup_minimums)};
+    claim.subgroups = {subgroup_size,       bits,
+                       size(subgroup_scales), size(high_bits),
+                       subgroup_scale_bits, subgroup_zero_point,
+                       size(subgroup_minimums)};
   }
   RequireNoProblem(ValidateGroups(kInt4Bitmap, claim));
-  return MatMul(GroupWeight{{k, n}, view}, view.HasSubgroups() ? SubgroupKernels() : GroupInt4Kernels(), x, bias, name);
+  const GroupWeight w{{k, n}, view};
+  return MatMul(w, LayerOf(Int4Groups(), w).kernels, x, bias, name);
 }
 
 // scales: float32, or the bits of float16.
@@ -209,6 +220,7 @@ void BindMatMul(py::module_& module) {
   DefineKernelList(module, "w4a8_matmul", &GroupInt4Kernels);
   DefineKernelList(module, "w8a8_matmul", &GroupInt8Kernels);
   DefineKernelList(module, "subgroup", &SubgroupKernels);
+  DefineKernelList(module, "k_quant", &KQuantKernels);
   DefineKernelList(module, "vnni_spmm", &BlockSparseKernels);
 
   module.def("sparse_amx_matmul", &SparseAmxMatMul, py::arg("x"), py::arg("masks").noconvert(),
@@ -228,7 +240,8 @@ void BindMatMul(py::module_& module) {
                py::arg("bias") = py::none(), py::arg("kernel") = py::none(),
                py::arg("minimums").noconvert() = py::none(), py::arg("zero_point_steps") = 1,
                py::arg("subgroup_scales").noconvert() = py::none(), py::arg("subgroup_size") = 0,
-               py::arg("high_bits").noconvert() = py::none(), py::arg("bits") = 4);
+               py::arg("high_bits").noconvert() = py::none(), py::arg("bits") = 4, py::arg("subgroup_scale_bits") = 0,
+               py::arg("subgroup_zero_point") = 0, py::arg("subgroup_minimums").noconvert() = py::none());
   };
   const auto define_w8a8 = [&](auto* function) {
     module.def("w8a8_matmul", function, py::arg("x"), py::arg("weights").noconvert(), py::arg("scales").noconvert(),

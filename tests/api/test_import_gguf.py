@@ -65,10 +65,10 @@ def test_architectures(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32"])
 def test_types(tmp_path: Path, kind: str) -> None:
     report = run(tmp_path, kinds=[kind], table=kind)
-    op = "W4A8MatMul" if kind.startswith("Q4") else "W8A8MatMul"
+    op = "W4A8MatMul" if kind.startswith(("Q4", "Q5")) else "W8A8MatMul"
     assert {found for name, found in nodes(tmp_path / "folder").items() if "lm_head" not in name} == {op}
     assert nodes(tmp_path / "folder")["/lm_head/MatMul"] == "W8A8MatMul"
-    exact = kind in ("Q4_0", "Q4_1", "Q5_0", "Q8_0")
+    exact = kind.startswith("Q")
     (note,) = [note for note in report.notes if note.startswith("14 matrices") or note.startswith("15 matrices")]
     assert f"of {kind} (" in note
     assert ("exact" in note) == exact

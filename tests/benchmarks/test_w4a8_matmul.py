@@ -148,7 +148,7 @@ def test_all_models_are_the_default():
         (BenchOptions(group_size=100), ["--group-size", "100", "32, 64 or 128"]),
         (
             BenchOptions(group_size=32, kinds=("int5",)),
-            ["--group-size is 32", "'int5' has subgroups of 16"],
+            ["--group-size is 32", "'int5' has groups of 256"],
         ),
         (BenchOptions(sparsity=(0.5,)), ["--sparsity", "W4A8MatMul", "leave it out"]),
         (BenchOptions(cases=((1, 131073, 1),)), ["--shape", "131073", "131072"]),

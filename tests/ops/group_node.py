@@ -16,6 +16,7 @@ from ortolan.graph_passes.operators.w4a8_matmul_function import INPUTS, Uses, w4
 from ortolan.graph_passes.operators.w8a8_matmul_function import w8a8_matmul_function
 
 from .groups import GroupLayer
+from .k_quants import KQuantLayer
 from .subgroups import SubgroupLayer
 
 
@@ -94,17 +95,22 @@ def node_model(
     )
 
 
-def subgroup_node_model(layer: SubgroupLayer) -> onnx.ModelProto:
+def subgroup_node_model(layer: SubgroupLayer | KQuantLayer) -> onnx.ModelProto:
     """Return a model of one node "linear" without a function: input x [m, k], output y [m, n]."""
     k, n = layer.q.shape
-    tensors = {
+    given = {
         "weights": layer.packed_weights,
         "scales": layer.packed_scales.view(layer.scales.dtype),
+        "minimums": None if layer.minimums is None else layer.packed_minimums.view(layer.minimums.dtype),
         "subgroup_scales": layer.packed_subgroup_scales,
+        "high_bits": layer.packed_high_bits,
     }
-    if layer.packed_high_bits is not None:
-        tensors["high_bits"] = layer.packed_high_bits
-    inputs = [name if name in tensors else "" for name in INPUTS[1 : INPUTS.index("subgroup_scales") + 2]]
+    attributes = {"format_version": 2}
+    if isinstance(layer, KQuantLayer):
+        given["subgroup_minimums"] = layer.packed_subgroup_minimums
+        attributes = {"format_version": 3, "subgroup_scale_bits": 8, "subgroup_zero_point": layer.kind.zero_point}
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    inputs = [name if name in tensors else "" for name in INPUTS[1:]]
     node = helper.make_node(
         "W4A8MatMul",
         ["x", *inputs],
@@ -113,13 +119,13 @@ def subgroup_node_model(layer: SubgroupLayer) -> onnx.ModelProto:
         domain="ai.ortolan",
         k=k,
         n=n,
-        format_version=2,
         group_size=layer.group,
         subgroup_size=layer.subgroup,
         bits=layer.bits,
         activation=0,
         gated_columns=0,
         norm_epsilon=-1.0,
+        **attributes,
     )
     graph = helper.make_graph(
         [node],

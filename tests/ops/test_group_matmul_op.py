@@ -17,6 +17,8 @@ from .group_node import node_model, subgroup_node_model
 from .groups import GroupLayer
 from .linear_kinds import RESIDUALS, apply
 from .single_node import session
+from .k_quants import KINDS as K_QUANTS
+from .k_quants import KQuantLayer
 from .subgroups import SubgroupLayer
 
 KINDS: Mapping[str, dict[str, Any]] = {
@@ -240,9 +242,41 @@ def test_eight_bits_have_no_subgroups() -> None:
         session(model)
 
 
-def test_damaged_subgroups_give_an_error_or_an_answer() -> None:
+@pytest.mark.parametrize("kind", K_QUANTS)
+@pytest.mark.parametrize("m", [1, 9])
+def test_k_quants(kind: str, m: int) -> None:
+    rng = np.random.default_rng(m)
+    layer = KQuantLayer.of_kind(rng, 300, 40, K_QUANTS[kind])
+    x = rng.standard_normal((m, 300), dtype=np.float32)
+    layer.check(session(subgroup_node_model(layer)).run(None, {"x": x})[0], x)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("format_version", 2, "format_version is 2, this library reads 3"),
+        ("subgroup_scale_bits", 5, "subgroup_scale_bits is 5, expected 8 or none"),
+        ("subgroup_scale_bits", 4, "format_version is 3, this library reads 2"),
+        ("subgroup_zero_point", 8, "subgroup_zero_point is 8, expected 0 with minimums"),
+        ("subgroup_size", 16, "subgroup_scales have 480 elements, expected 960"),
+        ("group_size", 48, "group_size is 48, expected 32, 64, 128 or 256"),
+        ("bits", 6, "high_bits hold 0 bytes, expected 3840 for 6 bits"),
+    ],
+)
+def test_malformed_k_quants_are_refused(name: str, value: int, message: str) -> None:
+    layer = KQuantLayer.of_kind(np.random.default_rng(7), 300, 40, K_QUANTS["Q4_K"])
+    model = subgroup_node_model(layer)
+    next(a for a in model.graph.node[0].attribute if a.name == name).i = value
+    with pytest.raises(Exception, match="'linear': .*" + message):
+        session(model)
+
+
+@pytest.mark.parametrize(
+    "layer", [five_bits(), KQuantLayer.of_kind(np.random.default_rng(7), 200, 40, K_QUANTS["Q5_K"])]
+)
+def test_damaged_subgroups_give_an_error_or_an_answer(layer: SubgroupLayer | KQuantLayer) -> None:
     rng = np.random.default_rng(11)
-    original = subgroup_node_model(five_bits()).SerializeToString()
+    original = subgroup_node_model(layer).SerializeToString()
     for _ in range(300):
         model = onnx.ModelProto.FromString(original)
         damage(rng, model)

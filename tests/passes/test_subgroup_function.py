@@ -20,6 +20,7 @@ from ortolan.graph_passes.operators.w4a8_matmul_function import INPUTS
 from ortolan.graph_passes.weights.quantizers.grid import Quantization, QuantizedMatrix, round_to_nearest
 from ortolan.graph_passes.weights.quantizers.mse import round_mse
 
+from ..ops.k_quants import KINDS, KQuantLayer
 from .small_models import random_weight
 
 SUBGROUPS = [
@@ -112,6 +113,53 @@ def check(model: onnx.ModelProto, weights: Sequence[LayerWeight], library: bool 
         assert (np.abs(y - exact) <= 1e-5 * magnitude + step).all()
         assert np.median(np.abs(y - exact) / magnitude) < 1e-6
         assert (np.abs(y - x @ weight.matrix) <= W4A8MatMul().rounding_bound(x, weight)).all()
+
+
+def k_quants(k: int, n: int) -> list[LayerWeight]:
+    """Return a weight of each kind of K-quant."""
+
+    def tensor(array: np.ndarray | None) -> ir.Tensor | None:
+        return None if array is None else ir.tensor(array)
+
+    weights = []
+    for kind in KINDS.values():
+        layer = KQuantLayer.of_kind(np.random.default_rng(len(weights)), k, n, kind)
+        quantized = QuantizedWeight(
+            kind.bits,
+            kind.group,
+            ir.tensor(layer.q),
+            ir.tensor(layer.scales),
+            None,
+            tensor(layer.minimums),
+            tensor(layer.s),
+            tensor(layer.t),
+            subgroup_size=kind.subgroup,
+            k_quant_zero=kind.zero_point,
+        )
+        weights.append(LayerWeight(quantized.matrix(), quantized))
+        np.testing.assert_allclose(weights[-1].matrix, layer.matrix(), rtol=1e-5, atol=1e-3)
+    return weights
+
+
+@pytest.mark.parametrize(("k", "n"), [(1, 1), (20, 3), (300, 17), (520, 40)])
+def test_the_function_multiplies_with_k_quants(k, n):
+    for weight in k_quants(k, n):
+        check(model_of([weight]), [weight])
+
+
+@pytest.mark.parametrize("opset", [13, 21])
+@pytest.mark.parametrize("unpack_once", [False, True])
+@pytest.mark.parametrize("library", [False, True])
+def test_one_function_serves_k_quants_and_other_formats(opset, unpack_once, library):
+    weights = [weight_of(round_mse(random_weight(140, 20, seed=1), one), one) for one in (*SUBGROUPS[1:4], *OLD)]
+    weights += k_quants(140, 20)
+    check(model_of(weights, opset, unpack_once), weights, library)
+
+
+def test_size_of_k_quants():
+    for weight in k_quants(768, 24):
+        found = sum(one.array.nbytes for one in W4A8MatMul().pack(weight).values())
+        assert found == W4A8MatMul().packed_bytes(768, 24, Stored(768 * 24), weight.quantized)
 
 
 @pytest.mark.parametrize("quantization", SUBGROUPS)

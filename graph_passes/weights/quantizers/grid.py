@@ -87,6 +87,9 @@ class Quantization:
     reduced: bool = field(default=False, kw_only=True)  # 8 bits, whole columns: reduced range
     # Not symmetric: inputs that share an integer scale and zero point; None: groups have no subgroups.
     subgroup_size: int | None = field(default=None, kw_only=True)
+    # K-quants (ops/formats/k_quant.h): the zero point of all weights, 0 with minimums. If a group has more than one
+    # subgroup, these have scales of 8 bits, and with minimums factors of the minimum.
+    k_quant_zero: int | None = field(default=None, kw_only=True)
 
     @property
     def zero_point_steps(self) -> int:
@@ -138,7 +141,8 @@ class Quantization:
 class QuantizedMatrix:
     """A quantized weight: W = scales (q - zero_points), or scales q + minimums, with a row of scales for each group.
 
-    With subgroups: W = scales subgroup_scales (q - zero_points).
+    With subgroups: W = scales subgroup_scales (q - zero_points). K-quants: W = scales subgroup_scales (q - zero) +
+    minimums subgroup_minimums, with one zero point.
     """
 
     q: np.ndarray  # [k, n]; int8, or uint8 if asymmetric
@@ -146,7 +150,8 @@ class QuantizedMatrix:
     # [groups, n] uint8, or float32 multiples of 1/16; uint8 [subgroups, n]; None if symmetric or with minimums
     zero_points: np.ndarray | None
     minimums: np.ndarray | None = None  # float32 [groups, n]
-    subgroup_scales: np.ndarray | None = None  # uint8 [subgroups, n]; None without subgroups
+    subgroup_scales: np.ndarray | None = None  # uint8, K-quants int8 [subgroups, n]; None without subgroups
+    subgroup_minimums: np.ndarray | None = None  # uint8 [subgroups, n]; None except for K-quants
 
     @classmethod
     def empty(cls, k: int, n: int, quantization: Quantization) -> QuantizedMatrix:
@@ -328,8 +333,13 @@ def round_group(
             into.q[first_row + rows.start : first_row + rows.stop, columns] = grid.round(part[rows])
 
 
-def dequantize(rounded: QuantizedMatrix, group_size: int | None, subgroup_size: int | None = None) -> np.ndarray:
+def dequantize(
+    rounded: QuantizedMatrix, group_size: int | None, subgroup_size: int | None = None, k_quant_zero: int | None = None
+) -> np.ndarray:
     """Return the weights as float32 [k, n]; see `QuantizedMatrix`. Overflow gives infinity."""
+    if k_quant_zero is not None:
+        assert group_size is not None and subgroup_size is not None
+        return _dequantized_k_quants(rounded, group_size, subgroup_size, k_quant_zero)
     weights = np.empty(rounded.q.shape, np.float32)
     k = len(rounded.q)
     if rounded.subgroup_scales is not None:
@@ -352,6 +362,20 @@ def dequantize(rounded: QuantizedMatrix, group_size: int | None, subgroup_size: 
             part *= rounded.scales[group]
             if rounded.minimums is not None:
                 part += rounded.minimums[group]
+    return weights
+
+
+def _dequantized_k_quants(rounded: QuantizedMatrix, group_size: int, subgroup_size: int, zero: int) -> np.ndarray:
+    weights = rounded.q.astype(np.float32)
+    for subgroup, start in enumerate(range(0, len(weights), subgroup_size)):
+        part, group = weights[start : start + subgroup_size], start // group_size
+        part -= zero
+        if rounded.subgroup_scales is not None:
+            part *= rounded.subgroup_scales[subgroup]
+        part *= rounded.scales[group]
+        if rounded.minimums is not None:
+            minimum = rounded.minimums[group].astype(np.float32)
+            part += minimum if rounded.subgroup_minimums is None else minimum * rounded.subgroup_minimums[subgroup]
     return weights
 
 
