@@ -22,7 +22,7 @@ from ..models.llama_reference import reference_llama
 pytest.importorskip("tokenizers")
 
 IDS = np.random.default_rng(3).integers(0, len(TOKENS), 9)
-MIXED = ["Q8_0", "Q5_0", "Q5_0", "Q4_0", "Q4_1", "Q4_1", "Q4_0", "Q4_0", "Q4_1", "Q4_0"]
+MIXED = ["Q5_0", "Q5_0", "Q5_0", "Q8_0", "Q4_1", "Q4_1", "Q4_0", "Q4_0", "Q4_1", "Q4_0"]
 FILES = [
     *("config.json", "genai_config.json", "generation_config.json", "libortolan_ops.so", "model.onnx"),
     *("model.onnx.data", "tokenizer.json", "tokenizer_config.json"),
@@ -80,7 +80,7 @@ def test_mixed_types(tmp_path: Path) -> None:
     """Query, key and value layers are joined only if their weights have the same type."""
     run(tmp_path, kinds=MIXED, table="Q8_0")
     names = nodes(tmp_path / "folder")
-    assert names["/model/layers.0/self_attn/qkv_proj/MatMul"] == "W8A8MatMul"
+    assert names["/model/layers.0/self_attn/qkv_proj/MatMul"] == "W4A8MatMul"
     assert names["/model/layers.1/self_attn/q_proj/MatMul"] == names["/model/layers.1/self_attn/k_proj/MatMul"]
     compare(tmp_path / "model.gguf", tmp_path / "folder", 0.05)
 
