@@ -11,6 +11,10 @@ from .graph_builder import MICROSOFT_DOMAIN, Weight, stacked
 from .llama_config import LlamaConfig
 from .llama_graph import LlamaBuilder, rotary_frequencies, rotary_magnitudes
 
+# Rotary tables of more positions are computed from two short ones: of every 256th position, and of 256 positions.
+_LONGEST_TABLE = 4096
+_FINE_POSITIONS = 256
+
 
 class GroupQueryLlamaBuilder(LlamaBuilder):
     """Builds the graph: few nodes, mostly fused operators."""
@@ -120,16 +124,40 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
             return []
         local = config.is_local(layer)
         if local not in self._tables:
-            angles = np.arange(config.max_position_embeddings)[:, None] * rotary_frequencies(config, local)
-            magnitudes = rotary_magnitudes(config)
-            self._tables[local] = [
-                self.graph.weight(
-                    f"{name}_local_cache" if local else f"{name}_cache",
-                    (table if magnitudes is None else table * magnitudes).astype(np.float32),
-                )
-                for name, table in (("cos", np.cos(angles)), ("sin", np.sin(angles)))
-            ]
+            self._tables[local] = self._rotary_tables(rotary_frequencies(config, local), "local_" if local else "")
         return self._tables[local]
+
+    def _rotary_tables(self, frequencies: np.ndarray, infix: str) -> list[ir.Value]:
+        positions = self.config.max_position_embeddings
+        if positions <= _LONGEST_TABLE:
+            angles = np.arange(positions)[:, None] * frequencies
+            return [self._table(f"{name}_{infix}cache", of(angles)) for name, of in (("cos", np.cos), ("sin", np.sin))]
+        # Long tables would be as large as a small model's weights. ONNX Runtime computes them when it opens the model:
+        # cos(a + b) = cos(a) cos(b) - sin(a) sin(b), sin(a + b) = sin(a) cos(b) + cos(a) sin(b).
+        op, fine = self.graph.node, np.arange(_FINE_POSITIONS)[None, :, None] * frequencies
+        coarse = np.arange(0, positions, _FINE_POSITIONS)[:, None, None] * frequencies
+        cos_a, sin_a = (self._table(f"{n}_{infix}coarse", of(coarse)) for n, of in (("cos", np.cos), ("sin", np.sin)))
+        cos_b, sin_b = (
+            self.graph.weight(f"{n}_{infix}fine", of(fine).astype(np.float32))
+            for n, of in (("cos", np.cos), ("sin", np.sin))
+        )
+        products = (
+            op("Sub", op("Mul", cos_a, cos_b), op("Mul", sin_a, sin_b)),
+            op("Add", op("Mul", sin_a, cos_b), op("Mul", cos_a, sin_b)),
+        )
+        size = len(frequencies)
+        tables = []
+        for name, product in zip(("cos", "sin"), products, strict=True):
+            rows = op("Reshape", product, self.graph.constant([-1, size]))
+            table = op("Slice", rows, self.graph.constant([0]), self.graph.constant([positions]))
+            table.name, table.shape = f"{name}_{infix}cache", ir.Shape([positions, size])
+            table.type = ir.TensorType(ir.DataType.FLOAT)
+            tables.append(table)
+        return tables
+
+    def _table(self, name: str, values: np.ndarray) -> ir.Value:
+        magnitudes = rotary_magnitudes(self.config)
+        return self.graph.weight(name, (values if magnitudes is None else values * magnitudes).astype(np.float32))
 
     def rms_norm(self, x: ir.Value, key: str) -> ir.Value:
         """Return the RMS normalization of x."""

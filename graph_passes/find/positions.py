@@ -24,10 +24,9 @@ def count_positions(graph: ir.Graph) -> int | None:
         if (node.domain, node.op_type) == ("", "Gather") and _is_position_ids(node.inputs[1]):
             index = 0
         table = node.inputs[index] if index is not None and index < len(node.inputs) else None
-        tensor = None if table is None else ir.convenience.get_const_tensor(table)
         # A tensor with three axes holds the cosines of the current tokens, and is not a table.
-        if tensor is not None and len(tensor.shape) == 2:
-            rows.append(int(tensor.shape.numpy()[0]))
+        if table is not None and table.shape is not None and len(table.shape) == 2 and table.shape.is_static():
+            rows.append(int(table.shape.numpy()[0]))
     return min(rows, default=None)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
@@ -24,8 +26,8 @@ def too_wide(k: int) -> str:
 class QuantizedWeight(Quantization):
     """W = scales (q - zero_points / zero_point_steps), or scales q + minimums, [k, n].
 
-    With subgroups: W = scales subgroup_scales (q - zero_points). K-quants: W = scales subgroup_scales (q - k_quant_zero)
-    + minimums subgroup_minimums.
+    With subgroups: W = scales subgroup_scales (q - zero_points). K-quants: W = scales subgroup_scales (q -
+    k_quant_zero) + minimums subgroup_minimums.
 
     The tensors may be mapped from a file: call release() after reading them.
     """
@@ -71,6 +73,10 @@ class QuantizedWeight(Quantization):
         """Return the tensors by the names of their fields."""
         names = ("q", "scales", "zero_points", "minimums", "subgroup_scales", "subgroup_minimums")
         return {name: getattr(self, name) for name in names}
+
+    def with_tensors(self, tensors: Mapping[str, ir.TensorProtocol | None]) -> QuantizedWeight:
+        """Return a weight of the same format with these tensors, by the names of their fields."""
+        return replace(self, **cast(dict[str, Any], tensors))
 
 
 def dequantized_tensor(weight: QuantizedWeight, transposed: bool, dtype: ir.DataType) -> ir.LazyTensor:

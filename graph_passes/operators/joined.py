@@ -186,7 +186,7 @@ def _join_quantized(
         del whole
         return spill.add(f"{name}.{attribute}", array, ir.DataType.from_numpy(array.dtype))
 
-    whole = dataclasses.replace(parts[0], **{attribute: joined(attribute) for attribute in parts[0].tensors()})
+    whole = parts[0].with_tensors({attribute: joined(attribute) for attribute in parts[0].tensors()})
     for part in parts:
         part.release()
     return whole

@@ -1,7 +1,7 @@
 """W4A8MatMul: 4-bit weights in groups, with zero points or minimums (format: ops/formats/int4_group.h).
 
-Groups may have subgroups with integer scales and zero points, and then 4, 5 or 6 bits (ops/formats/subgroup.h). K-quants
-are subgroups of another kind (ops/formats/k_quant.h).
+Groups may have subgroups with integer scales and zero points, and then 4, 5 or 6 bits (ops/formats/subgroup.h).
+K-quants have subgroups of another kind (ops/formats/k_quant.h).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from .linear_function import neutral_inputs_of_layer, uses_of_layers
 from .nodes import fill_missing, input_of, nodes_of
 from .replacement import LayerWeight, PackedTensor, PackedWeight
 from .w4a8_matmul_function import INPUTS, MIDDLE_ZERO_POINT, OP_TYPE, Uses, w4a8_matmul_function
-
 
 _K_QUANT_SCALE_BITS = 8  # equals kKQuantScaleBits in ops/formats/k_quant.h
 

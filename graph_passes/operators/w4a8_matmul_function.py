@@ -162,9 +162,7 @@ class Subgroups:
         body, op = self._body, self._body.op
         both = self.of_inputs(tensor)  # s + 2^(bits of s) z; K-quants: s modulo 256
         scale_bits = (
-            body.attribute("subgroup_scale_bits")
-            if k_quants
-            else op("Sub", body.integer(8), body.attribute("bits"))
+            body.attribute("subgroup_scale_bits") if k_quants else op("Sub", body.integer(8), body.attribute("bits"))
         )
         power = op("Pow", body.number(2), op("Cast", scale_bits, to=ir.DataType.FLOAT))
         zero_points = op("Floor", op("Div", both, power))

@@ -5,8 +5,7 @@
     Q8_0               8 bits with a scale per 32 inputs                                      kept exactly
     Q5_0, Q5_1         5 bits, like Q4_0 and Q4_1; K-quants of ops/formats/k_quant.h          kept exactly
     Q2_K to Q6_K       K-quants with 256 inputs per scale; Q2_K and Q3_K occupy 4 bits        kept exactly
-    all others,        8 bits with a scale per 32 inputs                                      rounded: the scale with the
-    floats too                                                                                least squared error
+    all others         8 bits with a scale per 32 inputs, the one with least squared error    rounded; floats too
 
 Word embeddings become 8 bits: exactly if they have no minimums and one scale per 32 inputs, else rounded.
 """
@@ -27,7 +26,8 @@ from ..graph_builder import ModelBuildError
 from .file import StoredWeight
 
 GROUP = 32
-_SUPER_BLOCK = 256  # number of inputs in a Q4_K block
+_SUPER_BLOCK = 256  # number of inputs in a block of a K-quant
+_ROWS_TO_TRANSPOSE = 256
 _STEPS = 127.0
 # Candidate scales, relative to the scale that maps the largest weight to the largest integer.
 _SCALE_FACTORS = tuple(1 + 0.004 * step for step in range(-4, 5))
@@ -91,7 +91,8 @@ def _nibbles(packed: np.ndarray) -> np.ndarray:
 
 def _fifth_bits(packed: np.ndarray) -> np.ndarray:
     """Unpack […, 4] to […, 32]: 16 for bits that are set."""
-    return np.unpackbits(packed, axis=-1, bitorder="little") << 4
+    bits: np.ndarray = np.unpackbits(packed, axis=-1, bitorder="little") << 4
+    return bits
 
 
 def _in_rows(packed: np.ndarray, width: int) -> np.ndarray:
@@ -153,13 +154,15 @@ def _q4_k(blocks: np.ndarray) -> np.ndarray:
 def _q5_k(blocks: np.ndarray) -> np.ndarray:
     low = _nibbles(_in_rows(blocks[..., 48:], GROUP))
     high = _shifted(_in_rows(blocks[..., 16:48], GROUP), range(8), 1)
-    return _flat(low) | _flat(high) << 4
+    joined: np.ndarray = _flat(low) | _flat(high) << 4
+    return joined
 
 
 def _q6_k(blocks: np.ndarray) -> np.ndarray:
     low = _nibbles(_in_rows(blocks[..., :128], 64))
     high = _shifted(_in_rows(blocks[..., 128:192], 32), range(0, 8, 2), 3)
-    return _flat(low) | _flat(high) << 4
+    joined: np.ndarray = _flat(low) | _flat(high) << 4
+    return joined
 
 
 def _q6_k_scales(blocks: np.ndarray) -> np.ndarray:
@@ -199,9 +202,7 @@ _FORMATS = {
         subgroup=16,
         zero=0,
     ),
-    "Q3_K": _Format(
-        4, 110, _q3_k, _half(108), subgroup_scales=_q3_k_scales, group=_SUPER_BLOCK, subgroup=16, zero=8
-    ),
+    "Q3_K": _Format(4, 110, _q3_k, _half(108), subgroup_scales=_q3_k_scales, group=_SUPER_BLOCK, subgroup=16, zero=8),
     "Q4_K": _Format(
         4,
         144,
@@ -226,9 +227,7 @@ _FORMATS = {
         subgroup=GROUP,
         zero=0,
     ),
-    "Q6_K": _Format(
-        6, 210, _q6_k, _half(208), subgroup_scales=_q6_k_scales, group=_SUPER_BLOCK, subgroup=16, zero=32
-    ),
+    "Q6_K": _Format(6, 210, _q6_k, _half(208), subgroup_scales=_q6_k_scales, group=_SUPER_BLOCK, subgroup=16, zero=32),
 }
 
 
@@ -279,7 +278,7 @@ def join_quantized(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
         )
 
     tensors = [part.tensors() for part in parts]
-    return replace(first, **{name: joined([one[name] for one in tensors]) for name in tensors[0]})
+    return first.with_tensors({name: joined([one[name] for one in tensors]) for name in tensors[0]})
 
 
 def _kind(weight: QuantizedWeight) -> tuple[int | None, ...]:
@@ -296,7 +295,7 @@ def _as_stored(stored: StoredWeight, found: _Format) -> QuantizedWeight:
 
         def compute() -> np.ndarray:
             array = part(stored.stored().reshape(n, -1, found.block_bytes)).reshape(n, -1)
-            return np.ascontiguousarray(array.T).astype(dtype, copy=False)  # modulo 256 for bytes
+            return _transposed(array).astype(dtype, copy=False)  # modulo 256 for bytes
 
         return lazy(compute, ir.DataType.from_numpy(np.dtype(dtype)), ir.Shape([k // inputs, n]))
 
@@ -314,6 +313,14 @@ def _as_stored(stored: StoredWeight, found: _Format) -> QuantizedWeight:
         subgroup_size=found.subgroup,
         k_quant_zero=found.zero,
     )
+
+
+def _transposed(array: np.ndarray) -> np.ndarray:
+    """Return a contiguous transpose. Copying some rows at a time is five times as fast as copying all at once."""
+    result = np.empty(array.shape[::-1], array.dtype)
+    for start in range(0, len(array), _ROWS_TO_TRANSPOSE):
+        result[:, start : start + _ROWS_TO_TRANSPOSE] = array[start : start + _ROWS_TO_TRANSPOSE].T
+    return result
 
 
 def _check_finite(stored: StoredWeight, quantized: QuantizedWeight) -> None:

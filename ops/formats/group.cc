@@ -33,7 +33,8 @@ std::string ValidateGroups(const BitmapLayout& layout, const GroupClaim& claim) 
   }
   const int64_t scale_bits = claim.subgroups.scale_bits;
   if (scale_bits != 0 && (!in_subgroups || scale_bits != kKQuantScaleBits)) {
-    return ErrorText("subgroup_scale_bits is ", scale_bits, ", expected ", in_subgroups ? kKQuantScaleBits : 0, " or none");
+    return ErrorText("subgroup_scale_bits is ", scale_bits, ", expected ", in_subgroups ? kKQuantScaleBits : 0,
+                     " or none");
   }
   if (scale_bits != 0 && !IsGroupSizeOfKQuants(claim.group)) {
     return ErrorText("group_size is ", claim.group, ", expected 32, 64, 128 or 256");

@@ -39,9 +39,9 @@ struct SubgroupView {
   const uint8_t* scales = nullptr;
   const uint8_t* high_bits = nullptr;  // null with 4 bits
   // Of formats/k_quant.h, where scales may be null:
-  int64_t scale_bits = 0;              // kKQuantScaleBits; 0: scales and zero points share bytes
-  int64_t zero_point = 0;              // of all weights
-  const uint8_t* minimums = nullptr;   // null: 1
+  int64_t scale_bits = 0;             // kKQuantScaleBits; 0: scales and zero points share bytes
+  int64_t zero_point = 0;             // of all weights
+  const uint8_t* minimums = nullptr;  // null: 1
 
   // Rows of 16 subgroup scales of a panel of k inputs.
   int64_t Rows(int64_t k) const { return kInt4Bitmap.PaddedK(k) / size; }

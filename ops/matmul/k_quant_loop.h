@@ -31,7 +31,8 @@ static_assert(kStepInputs * kStepsOfSpan == kSpanInputs);
 //     q       i8           in the order of activations.h
 //     scales  f32 [groups][r]
 //     terms   i32 [steps][r]      without minimums: the initial sum of a step, -zero_point x (its sum of q); as two
-//                                 words, for inputs 0 and 1 and inputs 2 and 3 of the quads, if steps are summed in words
+//                                 words, for inputs 0 and 1 and inputs 2 and 3 of the quads, if steps are summed in
+//                                 words
 //             i32 [steps / 2][r]  with minimums: the sums of q of two steps, as two words
 template <typename Simd>
 struct KQuantRows {
@@ -91,13 +92,13 @@ class KQuantStream {
         }
       }
       row(r, Columns::template Of<Bytes>([&](int i) {
-        auto q = r % 2 == 0 ? Simd::LowNibbles(bytes.at[i]) : Simd::HighNibbles(bytes.at[i]);
-        if constexpr (kHighBits > 0) {
-          const auto mask = Simd::SetBytes(kBits == 5 ? 0x10 : 0x30);
-          q = Simd::OrInt(q, Simd::AndBytes(Simd::template ShiftRightInt<4 - kHighBits>(high.at[i]), mask));
-        }
-        return q;
-      }));
+            auto q = r % 2 == 0 ? Simd::LowNibbles(bytes.at[i]) : Simd::HighNibbles(bytes.at[i]);
+            if constexpr (kHighBits > 0) {
+              const auto mask = Simd::SetBytes(kBits == 5 ? 0x10 : 0x30);
+              q = Simd::OrInt(q, Simd::AndBytes(Simd::template ShiftRightInt<4 - kHighBits>(high.at[i]), mask));
+            }
+            return q;
+          }));
       if constexpr (kHighBits > 0) {
         // Bits that enter a byte from its neighbour never reach the bits that are read.
         high = Columns::template Of<Bytes>([&](int i) { return Simd::template ShiftLeftInt<kHighBits>(high.at[i]); });
@@ -219,11 +220,7 @@ class KQuantLoop {
 
   struct Panel {
     Panel(const Shape& of, const MatMulArgs& args_, int64_t index)
-        : shape(of),
-          args(args_),
-          scales(of.weight, index, of.groups),
-          minimums(scales),
-          output(args_, index) {
+        : shape(of), args(args_), scales(of.weight, index, of.groups), minimums(scales), output(args_, index) {
       minimums.scales = of.weight.view.minimums + index * of.groups * kPanelColumns * scales.Bytes();
     }
     Block BlockAt(int64_t i, int64_t count) const {
@@ -272,8 +269,7 @@ class KQuantLoop {
         if (shape.minimums) {
           const Ints t = stream.Minimums();
           const auto of_x = Simd::SetInt(block.terms[span]);
-          minimums = Columns::template Of<Ints>(
-              [&](int i) { return Simd::DotPair(minimums.at[i], t.at[i], of_x); });
+          minimums = Columns::template Of<Ints>([&](int i) { return Simd::DotPair(minimums.at[i], t.at[i], of_x); });
         }
         stream.Span(
             [&](int row, const auto& q) {
@@ -281,8 +277,8 @@ class KQuantLoop {
                 step_sums = Columns::SetInt(shape.minimums ? 0 : block.terms[span * kStepsOfSpan + row / kStepRows]);
               }
               const auto quad = Simd::RepeatQuad(Quad<1>(x + row / kStepRows * kStepInputs, row % kStepRows, 0));
-              step_sums = Columns::template Of<Ints>(
-                  [&](int i) { return AddProducts(step_sums.at[i], q.at[i], quad); });
+              step_sums =
+                  Columns::template Of<Ints>([&](int i) { return AddProducts(step_sums.at[i], q.at[i], quad); });
             },
             [&](int step) {
               const Ints factors = stream.Factors(step);
@@ -293,8 +289,8 @@ class KQuantLoop {
       const auto scale = Columns::Set(block.scales[group]);
       total = Columns::MultiplyAdd(Columns::ToFloat(sums), Columns::Multiply(p.scales.Of(group).scales, scale), total);
       if (shape.minimums) {
-        total = Columns::MultiplyAdd(Columns::ToFloat(minimums),
-                                     Columns::Multiply(p.minimums.Of(group).scales, scale), total);
+        total = Columns::MultiplyAdd(Columns::ToFloat(minimums), Columns::Multiply(p.minimums.Of(group).scales, scale),
+                                     total);
       }
     }
     p.output.StoreWithBias(0, total);
@@ -312,9 +308,7 @@ class KQuantLoop {
     for (int64_t span = 0; span < spans; ++span) {
       if (shape.minimums) Columns::StoreInt(window.minimums[span], stream.Minimums());
       stream.Span(
-          [&](int row, const auto& q) {
-            Columns::StoreBytes(window.rows[span * kStepsOfSpan * kStepRows + row], q);
-          },
+          [&](int row, const auto& q) { Columns::StoreBytes(window.rows[span * kStepsOfSpan * kStepRows + row], q); },
           [&](int step) { Columns::StoreInt(window.factors[span * kStepsOfSpan + step], stream.Factors(step)); });
     }
   }
@@ -329,9 +323,8 @@ class KQuantLoop {
       Expand<kBits>(p.shape, stream, end - begin, window);
       int64_t i = 0;
       for (; i + kBlock <= p.args.m; i += kBlock) AddWindow<kBits, kBlock>(p, window, begin, end, i, totals[i]);
-      WithRowCount<kBlock - 1>(p.args.m - i, [&]<int kRows>() {
-        AddWindow<kBits, kRows>(p, window, begin, end, i, totals[i]);
-      });
+      WithRowCount<kBlock - 1>(p.args.m - i,
+                               [&]<int kRows>() { AddWindow<kBits, kRows>(p, window, begin, end, i, totals[i]); });
     }
     for (int64_t i = 0; i < p.args.m; ++i) p.output.StoreWithBias(i, Columns::Load(totals[i]));
   }
@@ -397,8 +390,8 @@ class KQuantLoop {
   template <int kRows>
   __attribute__((always_inline)) static void EndGroup(const Panel& p, const Block& block,
                                                       const typename Simd::Int (&sums)[kRows],
-                                                      const typename Simd::Int (&minimums)[kRows], int64_t group,
-                                                      int j, float* totals) {
+                                                      const typename Simd::Int (&minimums)[kRows], int64_t group, int j,
+                                                      float* totals) {
     const auto scales = p.scales.Load(p.scales.scales, group, j);
     const float* of_x = block.scales + group * kRows;
 #pragma GCC unroll 8
@@ -419,8 +412,7 @@ class KQuantLoop {
 };
 
 template <typename Simd>
-void KQuantRows<Simd>::Pack(const MatMulWeight& weight, const float* x, int64_t x_row_bytes, int64_t m,
-                            void* packed) {
+void KQuantRows<Simd>::Pack(const MatMulWeight& weight, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
   const GroupWeight& w = static_cast<const GroupWeight&>(weight);
   const int64_t padded_k = kInt4Bitmap.PaddedK(w.k);
   const int64_t group = w.view.group;

@@ -2,7 +2,8 @@
 //
 // A kernel multiplies rows of x, rounded or quantized by its own pack function, with a range of panels (16 columns of W
 // each). It allocates no memory and starts no threads. Formulas and error bounds are documented with the kinds of
-// weight: bitmap_weight.h (bf16, int8, int4), group_weight.h (groups and subgroups), k_quant_loop.h, block_sparse_weight.h.
+// weight: bitmap_weight.h (bf16, int8, int4), group_weight.h (groups and subgroups), k_quant_loop.h,
+// block_sparse_weight.h.
 //
 // A row of y depends on its row of x only. How the rows and panels are divided does not change the result.
 #pragma once

@@ -119,14 +119,12 @@ Array<float> W4A8MatMul(const CastArray<float>& x, const Array<uint8_t>& weights
   const auto data = [](const auto& tensor) { return tensor ? tensor->data() : nullptr; };
   const auto size = [](const auto& tensor) { return tensor ? tensor->size() : 0; };
   if (subgroup_size != 0) {
-    view.subgroups = {subgroup_size,       bits,
-                      data(subgroup_scales), data(high_bits),
-                      subgroup_scale_bits, subgroup_zero_point,
-                      data(subgroup_minimums)};
-    claim.subgroups = {subgroup_size,       bits,
-                       size(subgroup_scales), size(high_bits),
-                       subgroup_scale_bits, subgroup_zero_point,
-                       size(subgroup_minimums)};
+    view.subgroups = {
+        subgroup_size,          bits, data(subgroup_scales), data(high_bits), subgroup_scale_bits, subgroup_zero_point,
+        data(subgroup_minimums)};
+    claim.subgroups = {
+        subgroup_size,          bits, size(subgroup_scales), size(high_bits), subgroup_scale_bits, subgroup_zero_point,
+        size(subgroup_minimums)};
   }
   RequireNoProblem(ValidateGroups(kInt4Bitmap, claim));
   const GroupWeight w{{k, n}, view};

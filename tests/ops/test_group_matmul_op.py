@@ -15,10 +15,10 @@ from ortolan.graph_passes.find.epilogue import Activation
 from .damages import damage
 from .group_node import node_model, subgroup_node_model
 from .groups import GroupLayer
-from .linear_kinds import RESIDUALS, apply
-from .single_node import session
 from .k_quants import KINDS as K_QUANTS
 from .k_quants import KQuantLayer
+from .linear_kinds import RESIDUALS, apply
+from .single_node import session
 from .subgroups import SubgroupLayer
 
 KINDS: Mapping[str, dict[str, Any]] = {
