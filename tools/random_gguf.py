@@ -10,7 +10,7 @@ unused tokens up to the size of the vocabulary. Weights are written as they are 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,11 +21,34 @@ from ortolan.models import get_model
 
 _TOKENIZER = "smollm2-135m-instruct"
 _SCALE = 0.02  # standard deviation of the weights, about
-# Bytes of a block of 32 weights: a float16 scale, for Q4_1 also a float16 minimum, then the integers.
-_BLOCKS = {"Q4_0": (gguf.GGMLQuantizationType.Q4_0, 18), "Q4_1": (gguf.GGMLQuantizationType.Q4_1, 20)}
-_FILE_TYPES = {"Q4_0": gguf.LlamaFileType.MOSTLY_Q4_0, "Q4_1": gguf.LlamaFileType.MOSTLY_Q4_1}
-_TABLE = (gguf.GGMLQuantizationType.Q8_0, 34)  # of the embedding and the head
-_BLOCK = 32
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """A type of weights: blocks of integers, with float16 values at some bytes.
+
+    Attributes:
+        inputs: The weights in a block.
+        size: The bytes of a block.
+        halves: The float16 values by their first byte. With random integers, the weights have a mean of about 0.
+    """
+
+    inputs: int
+    size: int
+    halves: Mapping[int, float]
+
+
+# The divisors are the standard deviations of the weights of random integers with a scale of 1.
+_BLOCKS = {
+    "Q4_0": BlockType(32, 18, {0: _SCALE / 4.6}),
+    "Q4_1": BlockType(32, 20, {0: _SCALE / 4.6, 2: -7.5 * _SCALE / 4.6}),
+    "Q5_0": BlockType(32, 22, {0: _SCALE / 9.2}),
+    "Q8_0": BlockType(32, 34, {0: _SCALE / 74}),
+    "Q4_K": BlockType(256, 144, {0: _SCALE / 258, 2: 7.5 * _SCALE / 258}),
+    "Q6_K": BlockType(256, 210, {208: _SCALE / 1367}),
+}
+_INSTEAD = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}  # for rows that are not whole blocks, as llama.cpp's quantizer chooses
+TYPES = ("Q4_0", "Q4_1", "Q4_K_M")
 
 
 @dataclass(frozen=True)
@@ -60,7 +83,7 @@ def write_random_gguf(
         name: The name in the file's metadata.
         path: The file.
         tokenizer: A GGUF file with a byte-level BPE tokenizer, which is copied.
-        weights: The type of the layers: Q4_0 or Q4_1. Embedding and head are Q8_0.
+        weights: The type of the layers: Q4_0 or Q4_1, with embedding and head in Q8_0, or the mixture Q4_K_M.
         context: The limit of the context.
     """
     writer = gguf.GGUFWriter(path, "llama")
@@ -77,64 +100,69 @@ def write_random_gguf(
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(shape.vocabulary)
-    writer.add_file_type(_FILE_TYPES[weights])  # OpenVINO GenAI reads it
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{weights}"])  # OpenVINO GenAI reads it
     _add_tokenizer(writer, tokenizer, shape.vocabulary)
-    tensors = list(_tensors(shape, *_BLOCKS[weights]))
-    for tensor, size, kind, row_bytes in tensors:
-        dims = [*size[:-1], row_bytes] if row_bytes else size
-        count = int(np.prod(dims)) * (1 if row_bytes else 4)
-        dtype = np.dtype(np.uint8 if row_bytes else np.float32)
-        writer.add_tensor_info(tensor, dims, dtype, count, raw_dtype=kind)
+    tensors = list(_tensors(shape, weights))
+    for tensor, size, kind in tensors:
+        dims = size if kind is None else (*size[:-1], size[-1] // _BLOCKS[kind].inputs * _BLOCKS[kind].size)
+        dtype = np.dtype(np.float32 if kind is None else np.uint8)
+        raw = None if kind is None else gguf.GGMLQuantizationType[kind]
+        writer.add_tensor_info(tensor, dims, dtype, int(np.prod(dims)) * dtype.itemsize, raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     rng = np.random.default_rng(0)
-    for _, size, _, row_bytes in tensors:
-        data = _random_blocks(rng, size, row_bytes) if row_bytes else np.ones(size, np.float32)
-        writer.write_tensor_data(data)
+    for _, size, kind in tensors:
+        writer.write_tensor_data(
+            np.ones(size, np.float32) if kind is None else _random_blocks(rng, size, _BLOCKS[kind])
+        )
     writer.close()
 
 
-def _tensors(
-    shape: Shape, kind: gguf.GGMLQuantizationType, block_bytes: int
-) -> Iterator[tuple[str, tuple[int, ...], gguf.GGMLQuantizationType | None, int]]:
-    """Yield name, shape, type and bytes of a row (0: float32) of each tensor."""
-    table, table_bytes = _TABLE
+def _tensors(shape: Shape, weights: str) -> Iterator[tuple[str, tuple[int, ...], str | None]]:
+    """Yield name, shape and type (None: float32) of each tensor."""
+    mixed = weights == "Q4_K_M"
 
-    def matrix(name: str, outputs: int, inputs: int) -> tuple[str, tuple[int, ...], gguf.GGMLQuantizationType, int]:
-        return f"{name}.weight", (outputs, inputs), kind, inputs // _BLOCK * block_bytes
+    def matrix(name: str, outputs: int, inputs: int, kind: str) -> tuple[str, tuple[int, ...], str]:
+        if inputs % _BLOCKS[kind].inputs:
+            kind = _INSTEAD[kind]
+        return f"{name}.weight", (outputs, inputs), kind
 
-    def vector(name: str) -> tuple[str, tuple[int, ...], None, int]:
-        return f"{name}.weight", (shape.hidden,), None, 0
+    def vector(name: str) -> tuple[str, tuple[int, ...], None]:
+        return f"{name}.weight", (shape.hidden,), None
 
-    row_bytes = shape.hidden // _BLOCK * table_bytes
-    yield "token_embd.weight", (shape.vocabulary, shape.hidden), table, row_bytes
+    base, table = ("Q4_K", "Q6_K") if mixed else (weights, "Q8_0")
+    yield matrix("token_embd", shape.vocabulary, shape.hidden, table)
     for layer in range(shape.layers):
         of = f"blk.{layer}."
+        more = "Q6_K" if mixed and _has_more_bits(layer, shape.layers) else base
         yield vector(f"{of}attn_norm")
-        yield matrix(f"{of}attn_q", shape.heads * shape.head_dim, shape.hidden)
-        yield matrix(f"{of}attn_k", shape.kv_heads * shape.head_dim, shape.hidden)
-        yield matrix(f"{of}attn_v", shape.kv_heads * shape.head_dim, shape.hidden)
-        yield matrix(f"{of}attn_output", shape.hidden, shape.heads * shape.head_dim)
+        yield matrix(f"{of}attn_q", shape.heads * shape.head_dim, shape.hidden, base)
+        yield matrix(f"{of}attn_k", shape.kv_heads * shape.head_dim, shape.hidden, base)
+        yield matrix(f"{of}attn_v", shape.kv_heads * shape.head_dim, shape.hidden, more)
+        yield matrix(f"{of}attn_output", shape.hidden, shape.heads * shape.head_dim, base)
         yield vector(f"{of}ffn_norm")
-        yield matrix(f"{of}ffn_gate", shape.intermediate, shape.hidden)
-        yield matrix(f"{of}ffn_up", shape.intermediate, shape.hidden)
-        yield matrix(f"{of}ffn_down", shape.hidden, shape.intermediate)
+        yield matrix(f"{of}ffn_gate", shape.intermediate, shape.hidden, base)
+        yield matrix(f"{of}ffn_up", shape.intermediate, shape.hidden, base)
+        yield matrix(f"{of}ffn_down", shape.hidden, shape.intermediate, more)
     yield vector("output_norm")
     if not shape.tied:
-        yield "output.weight", (shape.vocabulary, shape.hidden), table, row_bytes
+        yield matrix("output", shape.vocabulary, shape.hidden, table)
 
 
-def _random_blocks(rng: np.random.Generator, size: Sequence[int], row_bytes: int) -> np.ndarray:
-    """Return random integers with one scale for all blocks, so that weights have a mean of about 0."""
-    blocks = size[-1] // _BLOCK
-    data = rng.integers(0, 256, (size[0], blocks, row_bytes // blocks), np.uint8)
-    is_table = row_bytes // blocks == _TABLE[1]
-    scale = np.float16(_SCALE / (74 if is_table else 4.6))  # standard deviation of uniform integers
-    data[:, :, :2] = np.frombuffer(scale.tobytes(), np.uint8)
-    if row_bytes // blocks == _BLOCKS["Q4_1"][1]:
-        data[:, :, 2:4] = np.frombuffer(np.float16(-7.5 * scale).tobytes(), np.uint8)
-    return data.reshape(size[0], row_bytes)
+def _has_more_bits(layer: int, layers: int) -> bool:
+    """Return whether Q4_K_M stores values and the last matrix of this layer in Q6_K."""
+    eighth = layers // 8
+    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+
+
+def _random_blocks(rng: np.random.Generator, size: Sequence[int], kind: BlockType) -> np.ndarray:
+    """Return random integers with the same scales for all blocks."""
+    blocks = size[-1] // kind.inputs
+    data = rng.integers(0, 256, (size[0], blocks, kind.size), np.uint8)
+    for start, value in kind.halves.items():
+        data[:, :, start : start + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
+    return data.reshape(size[0], -1)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Path, vocabulary: int) -> None:
@@ -162,7 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--type", default="Q4_0", choices=_BLOCKS)
+    parser.add_argument("--type", default="Q4_0", choices=TYPES)
     options = parser.parse_args()
     folder = get_model(_TOKENIZER).onnx.parent  # has the GGUF file that the model was made from
     tokenizer = next(folder.glob("*.gguf"))

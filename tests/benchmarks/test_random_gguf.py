@@ -17,11 +17,11 @@ from ..models import gguf_file
 tool = pytest.importorskip("tools.random_gguf")
 
 
-@pytest.mark.parametrize("weights", ["Q4_0", "Q4_1"])
+@pytest.mark.parametrize("weights", tool.TYPES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_file_can_be_served(tmp_path: Path, weights: str, tied: bool) -> None:
     gguf_file.write(tmp_path / "tokenizer.gguf", table="Q8_0")
-    shape = tool.Shape(2, 64, 96, 4, 2, 16, 500, tied=tied)
+    shape = tool.Shape(2, 64, 256, 4, 2, 16, 500, tied=tied)
     path = tmp_path / "random.gguf"
     tool.write_random_gguf(shape, "small", path, tmp_path / "tokenizer.gguf", weights)
     _, arrays = read_gguf(path)
