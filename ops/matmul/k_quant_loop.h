@@ -168,10 +168,10 @@ class KQuantLoop {
         for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
           const Panel p(shape, part, panel);
           KQuantStream<Simd, kBits> stream(w, panel, ActiveTuning().ahead);
-          if (part.m == 1) {
-            OneRow<kBits>(p, stream);
-          } else {
+          if (part.m > kFewRows) {
             Rows<kBits>(p, stream);
+          } else {
+            WithRowCount<kFewRows>(part.m, [&]<int kRows>() { FewRows<kBits, kRows>(p, stream); });
           }
         }
       }
@@ -185,6 +185,9 @@ class KQuantLoop {
   // Rows of x whose totals are kept on the stack; for more rows, the weights are expanded again.
   static constexpr int64_t kMostRows = 256;
   static_assert(kMostRows % kBlock == 0);
+  // Rows of x for which expanded weights stay in registers.
+  static constexpr int kFewRows = 4;
+  static_assert(kFewRows <= kBlock);
   // Spans that are expanded at once: whole groups.
   static constexpr int kWindowSpans = 256 / kSpanInputs;
 
@@ -255,45 +258,67 @@ class KQuantLoop {
     return Simd::AddInt(sums, Simd::MultiplyInt(step, factors));
   }
 
-  template <int kBits>
-  __attribute__((noinline)) static void OneRow(const Panel& p, KQuantStream<Simd, kBits>& stream) {
+  // Multiply few rows of x, all in one block: each row of weights is used from registers.
+  template <int kBits, int kRows>
+  __attribute__((noinline)) static void FewRows(const Panel& p, KQuantStream<Simd, kBits>& stream) {
     const Shape& shape = p.shape;
-    const Block block = p.BlockAt(0, 1);
+    const Block block = p.BlockAt(0, kRows);
     const int8_t* x = block.x;
-    Floats total = Columns::Set(0.0f);
+    Floats totals[kRows];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) totals[r] = Columns::Set(0.0f);
     int64_t span = 0;
     for (int64_t group = 0; group < shape.groups; ++group) {
-      Ints sums = Columns::SetInt(0), minimums = Columns::SetInt(0), step_sums;
+      Ints sums[kRows], minimums[kRows], step_sums[kRows];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) sums[r] = minimums[r] = Columns::SetInt(0);
       const int64_t end = span + shape.group_spans < shape.spans ? span + shape.group_spans : shape.spans;
-      for (; span < end; ++span, x += kSpanInputs) {
+      for (; span < end; ++span, x += kSpanInputs * kRows) {
         if (shape.minimums) {
           const Ints t = stream.Minimums();
-          const auto of_x = Simd::SetInt(block.terms[span]);
-          minimums = Columns::template Of<Ints>([&](int i) { return Simd::DotPair(minimums.at[i], t.at[i], of_x); });
+#pragma GCC unroll 4
+          for (int r = 0; r < kRows; ++r) {
+            const auto of_x = Simd::SetInt(block.terms[span * kRows + r]);
+            minimums[r] =
+                Columns::template Of<Ints>([&](int i) { return Simd::DotPair(minimums[r].at[i], t.at[i], of_x); });
+          }
         }
         stream.Span(
             [&](int row, const auto& q) {
-              if (row % kStepRows == 0) {
-                step_sums = Columns::SetInt(shape.minimums ? 0 : block.terms[span * kStepsOfSpan + row / kStepRows]);
+              const int64_t step = span * kStepsOfSpan + row / kStepRows;
+#pragma GCC unroll 4
+              for (int r = 0; r < kRows; ++r) {
+                if (row % kStepRows == 0) {
+                  step_sums[r] = Columns::SetInt(shape.minimums ? 0 : block.terms[step * kRows + r]);
+                }
+                const int8_t* const step_x = x + row / kStepRows * kStepInputs * kRows;
+                const auto quad = Simd::RepeatQuad(Quad<kRows>(step_x, row % kStepRows, r));
+                step_sums[r] =
+                    Columns::template Of<Ints>([&](int i) { return AddProducts(step_sums[r].at[i], q.at[i], quad); });
               }
-              const auto quad = Simd::RepeatQuad(Quad<1>(x + row / kStepRows * kStepInputs, row % kStepRows, 0));
-              step_sums =
-                  Columns::template Of<Ints>([&](int i) { return AddProducts(step_sums.at[i], q.at[i], quad); });
             },
             [&](int step) {
               const Ints factors = stream.Factors(step);
-              sums = Columns::template Of<Ints>(
-                  [&](int i) { return AddStep<kBits>(sums.at[i], step_sums.at[i], factors.at[i]); });
+#pragma GCC unroll 4
+              for (int r = 0; r < kRows; ++r) {
+                sums[r] = Columns::template Of<Ints>(
+                    [&](int i) { return AddStep<kBits>(sums[r].at[i], step_sums[r].at[i], factors.at[i]); });
+              }
             });
       }
-      const auto scale = Columns::Set(block.scales[group]);
-      total = Columns::MultiplyAdd(Columns::ToFloat(sums), Columns::Multiply(p.scales.Of(group).scales, scale), total);
-      if (shape.minimums) {
-        total = Columns::MultiplyAdd(Columns::ToFloat(minimums), Columns::Multiply(p.minimums.Of(group).scales, scale),
-                                     total);
+      const Floats scales = p.scales.Of(group).scales;
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        const auto scale = Columns::Set(block.scales[group * kRows + r]);
+        totals[r] = Columns::MultiplyAdd(Columns::ToFloat(sums[r]), Columns::Multiply(scales, scale), totals[r]);
+        if (shape.minimums) {
+          totals[r] = Columns::MultiplyAdd(Columns::ToFloat(minimums[r]),
+                                           Columns::Multiply(p.minimums.Of(group).scales, scale), totals[r]);
+        }
       }
     }
-    p.output.StoreWithBias(0, total);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) p.output.StoreWithBias(r, totals[r]);
   }
 
   // Some spans, expanded: whole groups.
