@@ -308,6 +308,19 @@ def test_a_drafter_that_fails_is_not_used_again(is_short: bool, caplog: pytest.L
     assert "the drafter failed and is not used again" in caplog.text
 
 
+@pytest.mark.parametrize("wrong", [-1, VOCABULARY, 1 << 70])
+def test_a_drafter_of_another_vocabulary_is_not_used(wrong: int, caplog: pytest.LogCaptureFixture) -> None:
+    class Foreign:
+        def propose(self, sequences: Items[Sequence], most: Items[int]) -> list[Draft]:
+            return [Draft([0, VOCABULARY - 1, wrong][:count], [0.99] * min(count, 3)) for count in most]
+
+    request = Request(tokens(0, 20), 30, GREEDY)
+    with Engine(SmallModel(64, 400), sampler=SmallSampler(), speculation=Foreign()) as engine:
+        assert answer_tokens(collect(engine.submit(request))[0]) == answer(request)
+        assert engine.stats().drafted_tokens == 0
+    assert f"a draft has token {wrong}, expected 0 to {VOCABULARY - 1}, the model's vocabulary" in caplog.text
+
+
 def test_drafts_beside_prompts_cost_what_prompts_cost() -> None:
     speculation = Speculation(Fixed(0.5))
     speculation.costs = costs(10, 100)
@@ -402,10 +415,10 @@ def test_lookup_learns_the_chances_of_each_sequence() -> None:
         sequence.tokens.append(chance.randrange(3))
         draft = propose(drafter, sequence)
     assert draft.chances[0] < 0.6
-    fresh = propose(drafter, Sequence((0, 1, 5, 0, 1), 99)).chances
-    # New sequences begin with the chances of others.
-    assert before[0] < propose(drafter, Sequence(text + text[:20], 999)).chances[0]
-    assert fresh[0] < 0.4
+    # New sequences begin with the chances of others where those are lower.
+    other = Sequence((0, 1, 5, 0, 1), 99)
+    assert propose(drafter, other).chances[0] < propose(LookupDrafter(), Sequence(other.tokens, 99)).chances[0]
+    assert propose(drafter, Sequence(text + text[:20], 999)).chances[0] == before[0]
 
 
 @pytest.mark.parametrize("kinds", [2, 5, VOCABULARY, 100_000])

@@ -15,11 +15,12 @@ _MOST_READ = 4096
 _FEW_NEW = 16  # new tokens of a sequence that are always read: the most that a step adds
 _MOST_MATCH = 32  # longer matches count as this long
 # Matches of these lengths and more have a chance of their own. At first, it is that of texts which repeat little.
-_CLASSES = ((2, 0.3), (3, 0.4), (4, 0.5), (6, 0.6), (9, 0.7), (16, 0.8))
+_CLASSES = ((2, 0.25), (3, 0.45), (4, 0.5), (6, 0.6), (9, 0.8), (16, 0.9))
 _CLASS_OF = tuple(sum(length >= least for least, _ in _CLASSES) - 1 for length in range(_MOST_MATCH + 1))
-_PRIOR = 2  # weight of a sequence's initial chances, in guesses
+_PRIOR = 3  # weight of a sequence's initial chances, in guesses
 _LEAST_RATE = 1 / 8  # of learning from the guesses of a sequence
-# The first guesses of a sequence, in each class, update the initial chances of later sequences at this rate.
+# The first guesses of a sequence, in each class, update the initial chances of later sequences at this rate, never
+# above those of _CLASSES: after copies, each text that does not repeat would begin with long drafts that are wrong.
 _FIRST, _COMMON_RATE = 8, 1 / 32
 _LEAST_CHANCE = 0.02  # a draft ends before its tokens become less likely
 
@@ -128,7 +129,7 @@ class _History:
         rate = max(1 / (_PRIOR + count), _LEAST_RATE)
         self.chances[kind] += (is_right - self.chances[kind]) * rate
         if count <= _FIRST:
-            common[kind] += (is_right - common[kind]) * _COMMON_RATE
+            common[kind] = min(common[kind] + (is_right - common[kind]) * _COMMON_RATE, _CLASSES[kind][1])
 
     def draft(self, tokens: array[int], most: int) -> Draft:
         """Return a draft of at most this number of tokens. It may run past the end and repeat itself."""

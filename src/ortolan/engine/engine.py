@@ -100,7 +100,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.context = min(model.context, model.blocks * BLOCK_TOKENS)
         self._limits = (max_step_tokens, max_sequences)
-        self._speculation = _speculation(speculation)
+        self._speculation = _speculation(speculation, model.vocabulary)
         self._scheduler = self._new_scheduler()
         self._sampler = sampler if sampler is not None else _native_sampler()
         self._special = _NO_TOKENS if tokenizer is None else special_tokens(tokenizer)
@@ -488,14 +488,14 @@ def _text_stream(tokenizer: Tokenizer, request: Request, special: frozenset[int]
     return TextStream(Detokenizer(tokenizer, request.prompt, special), request.stop)
 
 
-def _speculation(source: Literal["lookup"] | DraftModel | Drafter | None) -> Speculation | None:
+def _speculation(source: Literal["lookup"] | DraftModel | Drafter | None, vocabulary: int) -> Speculation | None:
     if isinstance(source, str):
         if source != "lookup":
             raise ArgumentError(f"speculation is {source!r}, expected 'lookup', a DraftModel, a Drafter, or None")
         return Speculation(LookupDrafter())
     if isinstance(source, DraftModel):
         return Speculation(LookupDrafter(), source)
-    return None if source is None else Speculation(source)
+    return None if source is None else Speculation(source, vocabulary=vocabulary)
 
 
 def _native_sampler() -> TokenSampler:

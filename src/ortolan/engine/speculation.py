@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
+from ..errors import OrtolanError
 from .draft_model import DraftModel
 from .drafts import Draft, Drafter
 from .sequence import Sequence
@@ -23,10 +24,17 @@ class Speculation:
     likeliest drafted tokens are taken, up to the number that makes (sequences + their chances) / t largest.
     """
 
-    def __init__(self, drafter: Drafter, model: DraftModel | None = None) -> None:
-        """Choose among the drafts of a drafter, and of a model where the drafter's first token is less likely."""
+    def __init__(self, drafter: Drafter, model: DraftModel | None = None, vocabulary: int | None = None) -> None:
+        """Choose among the drafts of a drafter, and of a model where the drafter's first token is less likely.
+
+        Args:
+            drafter: The drafter.
+            model: The draft model.
+            vocabulary: The number of token ids, which the drafter's tokens must be below; None: all are taken.
+        """
         self._drafter: Drafter | None = drafter
         self._model = model
+        self._vocabulary = vocabulary
         self.costs = StepCosts()
 
     def choose(self, most: dict[Sequence, int], rows: int, tokens: int, left: int) -> dict[Sequence, Items[int]]:
@@ -58,13 +66,23 @@ class Speculation:
             try:
                 drafts = self._drafter.propose(list(wanted), limits)
                 return [
-                    Draft(draft.tokens[:limit], draft.chances[:limit])
+                    Draft(self._checked(draft.tokens[:limit]), draft.chances[:limit])
                     for draft, limit in zip(drafts, limits, strict=True)
                 ]
             except Exception:  # answers do not need it
                 _log.exception("the drafter failed and is not used again")
                 self._drafter = None
         return [Draft() for _ in limits]
+
+    def _checked(self, tokens: Items[int]) -> Items[int]:
+        """Return drafted tokens. Raise OrtolanError for one that the model does not have."""
+        if self._vocabulary is not None and len(tokens) and not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
+            wrong = next(token for token in tokens if not 0 <= token < self._vocabulary)
+            raise OrtolanError(
+                f"a draft has token {wrong}, expected 0 to {self._vocabulary - 1}, the model's vocabulary; use a "
+                "drafter for this model"
+            )
+        return tokens
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
         """Learn the cost of a step, unless it had chunks of prompts."""
