@@ -1,7 +1,9 @@
 """Reads the padding token's id from the files in a model's folder.
 
 A late-interaction model (ColBERT) pads queries with mask tokens, hides them from attention, and reads their vectors. So
-if the padding token is the mask token, or if files disagree, padding cannot be distinguished from text.
+the mask token never counts as padding, even if a file names it (PyLate): then the padding token is the one of another
+file, or the tokenizer's token with a usual name. If that is missing, or if files disagree, padding cannot be
+distinguished from text.
 """
 
 from __future__ import annotations
@@ -12,14 +14,16 @@ from typing import Any
 
 from ortolan.errors import ModelError
 
-from .tokenizer_file import read_json
+from .tokenizer_file import PAD_NAMES, read_json
 
-_CONFIG, _TOKENIZER, _BESIDE, _SPECIAL = (
+_CONFIG, _TOKENIZER, _BESIDE, _SPECIAL, _SENTENCE = (
     "config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "config_sentence_transformers.json",
 )
+MASK_NAMES = ("[MASK]", "<mask>")
 
 
 class UnknownPaddingError(Exception):
@@ -35,17 +39,22 @@ def read_padding_id(folder: Path | None) -> int:
     if folder is None:
         raise UnknownPaddingError("the model was not read from a file")
     try:
-        said = {name: read_json(folder / name) for name in (_CONFIG, _TOKENIZER, _BESIDE, _SPECIAL)}
+        said = _read(folder)
         pads, masks, unlisted = _ids(said, "pad"), _ids(said, "mask"), _names(said, "mask")
+        named = {name: _id_of(name, said[_TOKENIZER], said[_BESIDE]) for name in (*PAD_NAMES, *MASK_NAMES)}
     except (ModelError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise UnknownPaddingError(f"a file in {str(folder)!r} cannot be read: {error}") from error
     if not pads:
         raise UnknownPaddingError(f"no file in {str(folder)!r} names a padding token")
+    expanding = {*masks.values(), *(named[name] for name in MASK_NAMES)}
+    if set(pads.values()) <= expanding:
+        pads |= {f"{_TOKENIZER} ({name})": one for name in PAD_NAMES if (one := named[name]) is not None}
+    pads = {name: one for name, one in pads.items() if one not in expanding} or pads
     if len(set(pads.values())) > 1:
         found = ", ".join(f"{one} in {name}" for name, one in pads.items())
         raise UnknownPaddingError(f"the files in {str(folder)!r} disagree on the padding token: {found}")
     (pad,) = set(pads.values())
-    if pad in masks.values():
+    if pad in expanding:
         raise UnknownPaddingError(f"token {pad} is both the padding token and the mask token")
     if unlisted and not masks:
         raise UnknownPaddingError(
@@ -54,11 +63,28 @@ def read_padding_id(folder: Path | None) -> int:
     return pad
 
 
+def named_ids(folder: Path, kind: str) -> list[int]:
+    """Return the ids of the "mask", "eos" or "unk" token that the files of a folder name, without duplicates.
+
+    Raises:
+        ModelError: A file is malformed.
+    """
+    try:
+        return list(dict.fromkeys(_ids(_read(folder), kind).values()))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"a file in {str(folder)!r} names no valid {kind} token: {error}") from error
+
+
+def _read(folder: Path) -> dict[str, dict[str, Any]]:
+    return {name: read_json(folder / name) for name in (_CONFIG, _TOKENIZER, _BESIDE, _SPECIAL, _SENTENCE)}
+
+
 def _ids(said: Mapping[str, Mapping[str, Any]], kind: str) -> dict[str, int]:
-    """Return the id of the "pad" or "mask" token in each file that has it, by file name."""
+    """Return the id of a token, such as "pad" or "mask", in each file that has it, by file name."""
     config, tokenizer = said[_CONFIG], said[_TOKENIZER]
     text = config.get("text_config") or {}
     given: dict[str, Any] = {_CONFIG: config.get(f"{kind}_token_id", text.get(f"{kind}_token_id"))}
+    given[_SENTENCE] = said[_SENTENCE].get(f"{kind}_token_id")
     if kind == "pad":
         given[_TOKENIZER] = (tokenizer.get("padding") or {}).get("pad_id")
     for name in (_BESIDE, _SPECIAL):

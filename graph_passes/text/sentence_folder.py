@@ -1,4 +1,4 @@
-"""A model folder of sentence-transformers: pooling, prompts, maximum text length, activation of scores.
+"""A model folder of sentence-transformers or PyLate: pooling, prompts, maximum text length, activation of scores.
 
 No code of the folder is run: modules are recognized by name, and weights are read from safetensors.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from ortolan.errors import ModelError, listing
 
 from .pooling import ACTIVATIONS, POOLINGS, Dense
+from .token_outputs import LateInteraction, TermPooling, TokenLayer, read_late_interaction, read_term_pooling
 from .tokenizer_file import read_json
 
 MODULES = "modules.json"
@@ -59,6 +60,9 @@ class SentenceFolder:
         activation: Activation of a score, by the name in the files.
         model_type: The model_type in config.json.
         positions: Number of positions in the model's table.
+        vocabulary: Number of tokens in the model's table.
+        late: Settings of a late-interaction model.
+        terms: Settings of a model that weights terms.
     """
 
     pooling: str | None = None
@@ -72,6 +76,9 @@ class SentenceFolder:
     activation: str | None = None
     model_type: str | None = None
     positions: int | None = None
+    vocabulary: int | None = None
+    late: LateInteraction | None = None
+    terms: TermPooling | None = None
 
     @property
     def positions_behind_pad(self) -> bool:
@@ -97,7 +104,10 @@ def read_sentence_folder(folder: Path | None) -> SentenceFolder:
         return SentenceFolder()
     config = read_json(folder / "config.json")
     said: dict[str, Any] = _config(config, folder / "config.json")
-    if (folder / MODULES).is_file():
+    late = read_late_interaction(folder, config)
+    if late is not None:
+        said |= _late(folder, late)
+    elif (folder / MODULES).is_file():
         said |= _modules(folder)
     return SentenceFolder(**said)
 
@@ -108,7 +118,7 @@ def _config(config: dict[str, Any], path: Path) -> dict[str, Any]:
     sentence = config.get("sentence_transformers")
     activation = sentence.get("activation_fn") if isinstance(sentence, dict) else None
     activation = activation or config.get("sbert_ce_default_activation_function")
-    positions = config.get("max_position_embeddings")
+    positions, vocabulary = config.get("max_position_embeddings"), config.get("vocab_size")
     _check(labels is None or _is_count(labels), path, "num_labels", labels)
     _check(activation is None or isinstance(activation, str), path, "activation_fn", activation)
     return {
@@ -116,6 +126,7 @@ def _config(config: dict[str, Any], path: Path) -> dict[str, Any]:
         "activation": activation,
         "model_type": config.get("model_type"),
         "positions": positions if _is_count(positions) else None,
+        "vocabulary": vocabulary if _is_count(vocabulary) else None,
     }
 
 
@@ -126,10 +137,15 @@ def _modules(folder: Path) -> dict[str, Any]:
     expected = ["Transformer", "Pooling", *["Dense"] * kinds.count("Dense"), *["Normalize"] * ("Normalize" in kinds)]
     if kinds == ["Transformer"] and _is_cross_encoder(folder):
         return _transformer(_inside(folder, modules[0][1])) | _cross_encoder(folder)
+    if kinds in (["Transformer", "SpladePooling"], ["MLMTransformer", "SpladePooling"]):
+        (_, before), (_, after) = modules
+        terms = read_term_pooling(_inside(folder, after) / "config.json")
+        return {"terms": terms} | _transformer(_inside(folder, before)) | _prompts(folder / _SENTENCE_CONFIG)
     if kinds != expected:
         raise ModelError(
             f"{str(folder / MODULES)!r} names the modules {', '.join(kinds)}, expected Transformer and Pooling, "
-            "optionally followed by Dense and Normalize: keep tokens as the model's inputs"
+            "optionally followed by Dense and Normalize, or Transformer and SpladePooling: keep tokens as the model's "
+            "inputs"
         )
     paths = dict(modules)
     said: dict[str, Any] = {
@@ -138,6 +154,21 @@ def _modules(folder: Path) -> dict[str, Any]:
         "dense": tuple(_dense(_inside(folder, path)) for kind, path in modules if kind == "Dense"),
     }
     return said | _transformer(_inside(folder, paths["Transformer"])) | _prompts(folder / _SENTENCE_CONFIG)
+
+
+def _late(folder: Path, late: LateInteraction) -> dict[str, Any]:
+    """Return the settings of a late-interaction model, with the linear layers of its modules."""
+    said = {"normalize": True, "max_tokens": late.document.length} | _prompts(folder / _SENTENCE_CONFIG)
+    modules = _read_modules(folder / MODULES) if (folder / MODULES).is_file() else []
+    kinds = [kind for kind, _ in modules]
+    if kinds != [*["Transformer"] * bool(kinds), *["Dense"] * (len(kinds) - 1)]:
+        raise ModelError(
+            f"{str(folder / MODULES)!r} names the modules {', '.join(kinds)}, expected Transformer, optionally "
+            "followed by Dense"
+        )
+    layers = tuple(_token_layer(_inside(folder, path)) for _, path in modules[1:])
+    lowercase = _transformer(_inside(folder, modules[0][1]))["lowercase"] if modules else False
+    return said | {"late": replace(late, layers=layers), "lowercase": lowercase}
 
 
 def _transformer(module: Path) -> dict[str, Any]:
@@ -173,8 +204,8 @@ def _read_modules(path: Path) -> list[tuple[str, str]]:
 
 
 def _kind(name: str) -> str:
-    """Return a module's class name without the package if it is part of sentence-transformers, else its full name."""
-    return name.rsplit(".", 1)[-1] if name.startswith("sentence_transformers.") else name
+    """Return a module's class name if it is part of sentence-transformers or PyLate, else its full name."""
+    return name.rsplit(".", 1)[-1] if name.startswith(("sentence_transformers.", "pylate.")) else name
 
 
 def _inside(folder: Path, relative: str) -> Path:
@@ -210,14 +241,31 @@ def _prompts(path: Path) -> dict[str, Any]:
     return {"prompts": prompts, "default_prompt": name}
 
 
-def _dense(folder: Path) -> Dense:
+def _token_layer(folder: Path) -> TokenLayer:
+    path = folder / "config.json"
+    said = read_json(path)
+    adds_input = said.get("use_residual", False)
+    _check(isinstance(adds_input, bool), path, "use_residual", adds_input)
+    layer = _dense(folder, adds_input, "token_embeddings")
+    residual = read_safetensors(folder / _WEIGHTS).get("residual.weight")
+    shape = layer.weight.shape
+    found = shape[:1] if residual is None else residual.shape
+    if adds_input and found != (shape[1:] if residual is None else shape):
+        raise ModelError(
+            f"{str(folder / _WEIGHTS)!r} has no residual.weight of shape {shape}, which use_residual needs"
+        )
+    return TokenLayer(layer, adds_input, residual if adds_input else None)
+
+
+def _dense(folder: Path, adds_input: bool = False, vector: str = "sentence_embedding") -> Dense:
+    """Return a linear layer. vector: the name of the vectors that it may read and write."""
     path = folder / "config.json"
     said = read_json(path)
     activation = str(said.get("activation_function")).rsplit(".", 1)[-1]
     if said.get("activation_function") is None:
         activation = "Identity"
     unknown = [key for key in ("use_residual", "module_input_name", "module_output_name") if said.get(key)]
-    plain = all(said.get(key) in (None, False, "sentence_embedding") for key in unknown)
+    plain = all(said.get(key) in (None, adds_input, "sentence_embedding", vector) for key in unknown)
     if activation not in ACTIVATIONS or not plain:
         raise ModelError(
             f"{str(path)!r} describes a Dense module with activation {activation!r} and {listing(unknown)}, expected "

@@ -16,9 +16,11 @@ from ..find.embedding import count_positions
 from ..measure.feeds import fixed_sizes, model_inputs
 from .bpe import read_bpe
 from .nodes import OLDEST_OPSET, Nodes, Tokens
+from .padding import UnknownPaddingError, read_padding_id
 from .pooling import POOLINGS
 from .sentence_folder import SentenceFolder, folder_of, read_sentence_folder
 from .texts import find_tokenizer
+from .token_outputs import TermPooling
 from .tokenizer_file import Template, TokenizerFile, read_tokenizer_file
 from .unigram import read_unigram
 from .wordpiece import read_wordpiece
@@ -87,6 +89,7 @@ class TextSettings:
         prompt_name: The default prompt.
         activation: Activation of scores.
         length: The model's fixed number of tokens, to which texts are padded. None: the model accepts any number.
+        terms: How weights of terms are computed; None: the model does not weight terms.
     """
 
     file: TokenizerFile
@@ -99,6 +102,7 @@ class TextSettings:
     prompt_name: str
     activation: str
     length: int | None = field(default=None, kw_only=True)
+    terms: TermPooling | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,11 @@ def read_plan(
     """
     _, length = fixed_sizes(next((one.shape for one in model_inputs(model) if one.name == "input_ids"), None))
     settings = read_settings(model.graph.outputs, text, path, tokenizer, count_positions(model.graph), length=length)
+    if settings.terms is not None or settings.folder.late is not None:
+        raise ModelError(
+            f"output {settings.output!r} holds token vectors or weights of terms, expected vectors or scores of texts; "
+            "keep tokens as the model's inputs, and use ortolan.embed_tokens or ortolan.embed_sparse"
+        )
     plan = TextPlan(**vars(settings), tokenizer=read_graph_tokenizer(settings.file))
     _check_inputs(model)
     return plan
@@ -173,9 +182,19 @@ def read_settings(
             "path: tokenizer=… (--tokenizer)"
         )
     file = replace(read_tokenizer_file(given), lowercase=folder.lowercase)
-    output = _output(outputs, text, folder)
-    scores = output.name == _SCORES and _is_by_pairs(output)
-    pooling = None if scores or _is_flat(output) else text.pooling or folder.pooling or "mean"
+    terms_output, terms = _terms(outputs, folder)
+    output = terms_output or _output(outputs, text, folder)
+    scores = terms is None and output.name == _SCORES and _is_by_pairs(output)
+    by_token = terms is not None or folder.late is not None
+    if folder.late is not None:
+        file = replace(file, pad_id=_pad_of_documents(file))
+    if by_token and text.pooling is not None:
+        raise ModelError(
+            f"pooling is {text.pooling!r}, but the model gives "
+            + ("weights of terms" if terms is not None else "a vector for each token")
+            + "; leave it out"
+        )
+    pooling = None if scores or by_token or _is_flat(output) else text.pooling or folder.pooling or "mean"
     return TextSettings(
         file=file,
         folder=folder,
@@ -187,6 +206,7 @@ def read_settings(
         prompt_name=_prompt_name(text, folder),
         activation=_activation(text, folder, scores),
         length=length,
+        terms=terms,
     )
 
 
@@ -219,8 +239,43 @@ def _is_by_pairs(value: ir.Value) -> bool:
     return _is_flat(value) or (shape is not None and len(shape) == 3 and shape[1] == 1)
 
 
+def _pad_of_documents(file: TokenizerFile) -> int:
+    """Return the padding token of a late-interaction model, whose tokenizer may pad with the mask token."""
+    try:
+        return read_padding_id(Path(file.path).parent)
+    except UnknownPaddingError:  # documents are padded with the tokenizer's token, which the model computes
+        return file.pad_id
+
+
+def _terms(given: Sequence[ir.Value], folder: SentenceFolder) -> tuple[ir.Value | None, TermPooling | None]:
+    """Return the output with weights of terms, [batch, tokens, vocabulary] or [batch, vocabulary], and its pooling.
+
+    Without settings in the folder, the only output of a masked language model is pooled as SPLADE does.
+    """
+    known = folder.terms
+    if known is None and (folder.late is not None or folder.pooling is not None):
+        return None, None
+    wide = [
+        one
+        for one in given
+        if one.shape is not None
+        and len(one.shape) in (2, 3)
+        and (one.shape[-1] == folder.vocabulary if isinstance(one.shape[-1], int) else known is not None)
+    ]
+    if len(wide) != 1 or (known is None and (len(given) > 1 or folder.vocabulary is None)):
+        if known is None:
+            return None, None
+        raise ModelError(
+            f"SpladePooling needs one output [batch, tokens, {folder.vocabulary}] or [batch, {folder.vocabulary}]; "
+            f"the model's outputs are {listing(one.name or '' for one in given)}"
+        )
+    return wide[0], TermPooling(None, 0) if _is_flat(wide[0]) else known or TermPooling()
+
+
 def _output(given: Sequence[ir.Value], text: TextInput, folder: SentenceFolder) -> ir.Value:
     """Return the output to use: token vectors [batch, tokens, hidden], text vectors [batch, hidden], or scores."""
+    if folder.late is not None:
+        return _tokens_output(given)
     outputs = {value.name: value for value in given}
     ready = outputs.get(EMBEDDING)
     if ready is not None and _is_flat(ready) and text.pooling is None and folder.pooling is None:

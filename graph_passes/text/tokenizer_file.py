@@ -15,7 +15,7 @@ from ortolan.errors import ModelError, type_name
 
 Refuse = Callable[[str], ModelError]
 FIRST, SECOND = "A", "B"  # names of the two texts in a template
-_PAD_NAMES = ("[PAD]", "<pad>", "<|padding|>")
+PAD_NAMES = ("[PAD]", "<pad>", "<|padding|>")
 _KEY = re.compile(r'\s*,?\s*"(\w+)"\s*:\s*')
 _SETTINGS = {"truncation", "padding", "added_tokens", "post_processor"}  # keys of a tokenizer.json
 _LARGEST = 2**31  # larger limits mean no limit: transformers writes 10**30
@@ -255,7 +255,7 @@ def _pad_id(said: Mapping[str, Any], beside: Mapping[str, Any], vocabulary: _Voc
     if number is None:
         named = beside.get("pad_token")
         named = named.get("content") if isinstance(named, dict) else named
-        names = [named] if isinstance(named, str) else list(_PAD_NAMES)
+        names = [named] if isinstance(named, str) else list(PAD_NAMES)
         number = next((found for name in names if (found := vocabulary.id_of(name)) is not None), 0)
     if not isinstance(number, int) or not 0 <= number < _LARGEST or not vocabulary.has(number):
         raise refuse(f"pads with id {number!r}, which is not a token")

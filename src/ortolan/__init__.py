@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .optimize_options import OptimizeOptions
     from .provider_inspection import ProviderInspection, ProviderNode, inspect_provider
     from .text_encoder import TextEncoder
+    from .token_vectors import SparseVectors, TokenVectors, embed_sparse, embed_tokens
 
     __version__: str
 
@@ -64,15 +65,19 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "SessionError",
+    "SparseVectors",
     "TextEncoder",
     "TextInput",
     "Timing",
+    "TokenVectors",
     "VerificationError",
     "__version__",
     "cpu_info",
     "create_session",
     "embed",
+    "embed_sparse",
     "embed_stream",
+    "embed_tokens",
     "get_library_path",
     "import_gguf",
     "inspect_onnx",
@@ -98,13 +103,17 @@ _LAZY = {
     "ProviderNode": "ortolan.provider_inspection",
     "RankedText": "ortolan.embedding",
     "Recipe": "ortolan.graph_passes.recipe",
+    "SparseVectors": "ortolan.token_vectors",
     "TextEncoder": "ortolan.text_encoder",
     "TextInput": "ortolan.graph_passes.text.text_plan",
     "Timing": "ortolan.graph_passes.report.figures",
+    "TokenVectors": "ortolan.token_vectors",
     "cpu_info": "ortolan.session",
     "create_session": "ortolan.session",
     "embed": "ortolan.embedding",
+    "embed_sparse": "ortolan.token_vectors",
     "embed_stream": "ortolan.embedding",
+    "embed_tokens": "ortolan.token_vectors",
     "get_library_path": "ortolan.library",
     "import_gguf": "ortolan.importer",
     "inspect_onnx": "ortolan.inspection",

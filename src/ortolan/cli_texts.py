@@ -28,7 +28,8 @@ def embed(
             "--output",
             "-o",
             metavar="FILE.npy",
-            help="Where to write the vectors: float32 \\[texts, width], in the order of the texts.",
+            help="Where to write the vectors, in the order of the texts: float32 \\[texts, width]. Token vectors: all "
+            "below each other, and NAME.lengths.npy. Sparse vectors: an .npz file for scipy.sparse.load_npz.",
         ),
     ],
     texts: options.Texts = Path("-"),
@@ -44,6 +45,13 @@ def embed(
             help="The sentence-transformers prompt before each text; empty: no prompt. Default: default_prompt_name.",
         ),
     ] = None,
+    query: Annotated[
+        bool, typer.Option("--query", help="Late-interaction models: the texts are queries, not documents.")
+    ] = False,
+    top_k: Annotated[
+        int | None,
+        typer.Option("--top-k", "-k", min=1, metavar="K", help="Sparse vectors: keep only the K largest weights."),
+    ] = None,
     batch_tokens: options.BatchTokens = None,
     threads: options.Threads = None,
     as_json: options.AsJson = False,
@@ -55,20 +63,39 @@ def embed(
     from .embedding import embed_stream
     from .text_encoder import BATCH_TOKENS
     from .text_lines import read_lines
-    from .vectors_file import check_vectors_file, write_vectors
+    from .token_vectors import embed_sparse, stream_tokens
+    from .vectors_file import check_vectors_file, write_sparse, write_token_vectors, write_vectors
 
-    check_vectors_file(output)
+    check_vectors_file(output, ".npz" if output.suffix == ".npz" else ".npy")
     lines = read_lines(texts, field)
     settings = TextInput(pooling=pooling, normalize=normalize, max_tokens=max_tokens, prompt_name=prompt_name)
     encoder = _open(model, tokenizer, settings, threads)
-    none = encoder.encode([])  # fails for rerankers before texts are read; if there are no texts, its width is written
+    batch = batch_tokens or BATCH_TOKENS
+    if query:
+        encoder.require("late_interaction")
+    if top_k is not None:
+        encoder.require("sparse")
+    check_vectors_file(output, ".npz" if encoder.kind == "sparse" else ".npy")
     with progress_bar(quiet=quiet) as progress:
-        pieces = embed_stream(lines, encoder, batch_tokens=batch_tokens or BATCH_TOKENS, progress=progress)
-        rows, width = write_vectors(output, (piece for found in ([none], pieces) for piece in found))
+        if encoder.kind == "sparse":
+            found = embed_sparse(lines, encoder, top_k=top_k, batch_tokens=batch, progress=progress)
+            write_sparse(output, found)
+            count, width, what = len(found), found.width, f"{len(found)} sparse vectors"
+            more = {"terms": len(found.indices)}
+        elif encoder.kind == "late_interaction":
+            width = encoder.width or 0
+            pieces = stream_tokens(lines, encoder, query, batch, progress)
+            count, rows = write_token_vectors(output, pieces, width)
+            what, more = f"{rows} token vectors of {count} texts", {"tokens": rows}
+        else:
+            none = encoder.encode([])  # fails for rerankers before texts are read; its width is written without texts
+            vectors = embed_stream(lines, encoder, batch_tokens=batch, progress=progress)
+            count, width = write_vectors(output, (piece for found in ([none], vectors) for piece in found))
+            what, more = f"{count} vectors", {}
     if as_json:
-        typer.echo(json.dumps({"output": str(output), "texts": rows, "width": width}))
+        typer.echo(json.dumps({"output": str(output), "texts": count, "width": width} | more))
     elif not quiet:
-        typer.echo(f"{output}: {rows} vectors of width {width}")
+        typer.echo(f"{output}: {what} of width {width}")
 
 
 def rerank(
@@ -86,7 +113,7 @@ def rerank(
     threads: options.Threads = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Rank texts, one a line, for a query with a cross-encoder. All texts are held in memory."""
+    """Rank texts, one a line, for a query with a cross-encoder or ColBERT. All texts are held in memory."""
     from ortolan.graph_passes.text.text_plan import TextInput
 
     from .embedding import rerank as run

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from .text_encoder import BATCH_TOKENS, TextEncoder, check_texts
 if TYPE_CHECKING:
     import onnxruntime
 
+_T = TypeVar("_T")
 _WINDOW_TEXTS, _WINDOW_CHARACTERS = 8192, 2**24  # limits for the texts that are sorted by length together
 
 
@@ -60,7 +61,7 @@ def embed(
         ModelError: The model is not supported.
         SessionError: The model cannot be opened.
     """
-    encoder = _encoder(model, tokenizer, settings, session_options)
+    encoder = open_encoder(model, tokenizer, settings, session_options)
     found = list(embed_stream(texts, encoder, batch_tokens=batch_tokens, progress=progress))
     return np.concatenate(found) if found else encoder.encode([])
 
@@ -83,17 +84,20 @@ def embed_stream(
         check_texts(texts)
     if batch_tokens < 1:
         raise ArgumentError(f"batch_tokens is {batch_tokens}, expected at least 1")
-    encoder = _encoder(model, tokenizer, settings, session_options)
-    return _stream(texts, encoder, batch_tokens, progress)
+    encoder = open_encoder(model, tokenizer, settings, session_options)
+    return in_windows(texts, progress, lambda window, tell: encoder.encode(window, batch_tokens, tell))
 
 
-def _stream(texts: Iterable[str], encoder: TextEncoder, batch_tokens: int, progress: Progress) -> Iterator[np.ndarray]:
+def in_windows(
+    texts: Iterable[str], progress: Progress, encode: Callable[[list[str], Callable[[int], None]], _T]
+) -> Iterator[_T]:
+    """Yield what `encode` returns for some thousand texts at a time; it also gets a function for its progress."""
     total = len(texts) if isinstance(texts, Sized) else None
     before = 0
     for window in _windows(texts):
         tell = partial(_tell, progress, before, max(before + len(window), total or 0))
         tell(0)
-        yield encoder.encode(window, batch_tokens, tell)
+        yield encode(window, tell)
         before += len(window)
 
 
@@ -128,13 +132,14 @@ def rerank(
     session_options: onnxruntime.SessionOptions | None = None,
     progress: Progress = no_progress,
 ) -> list[RankedText]:
-    """Rank texts for a query with a cross-encoder.
+    """Rank texts for a query with a cross-encoder or a late-interaction model.
 
     Args:
         query: The query.
         texts: The texts.
         model: A model with one score for each pair (output "logits" [batch, 1]), as for `TextEncoder`, or a
-            TextEncoder. Scores are between 0 and 1, unless the model's folder or `settings.activation` disables that.
+            TextEncoder. Scores are between 0 and 1, unless the model's folder or `settings.activation` disables that. A
+            late-interaction model gives the sum of the largest similarity of each token of the query (MaxSim).
         tokenizer: As for `TextEncoder`.
         settings: As for `TextEncoder`.
         top_k: Return only the best texts; None: all.
@@ -153,18 +158,19 @@ def rerank(
     """
     if top_k is not None and top_k < 1:
         raise ArgumentError(f"top_k is {top_k}, expected at least 1")
-    encoder = _encoder(model, tokenizer, settings, session_options)
+    encoder = open_encoder(model, tokenizer, settings, session_options)
     scores = encoder.score(query, texts, batch_tokens, lambda done: progress(Stage.SCORE, done, len(texts)))
     order = np.argsort(-scores, kind="stable")
     return [RankedText(int(index), float(scores[index])) for index in islice(order, top_k)]
 
 
-def _encoder(
+def open_encoder(
     model: str | os.PathLike[str] | onnxruntime.InferenceSession | TextEncoder,
     tokenizer: str | os.PathLike[str] | None,
     settings: TextInput | None,
     session_options: onnxruntime.SessionOptions | None,
 ) -> TextEncoder:
+    """Return the model if it is a TextEncoder, else open it with the other arguments."""
     return model if isinstance(model, TextEncoder) else TextEncoder(model, tokenizer, settings, session_options)
 
 

@@ -10,9 +10,10 @@ import numpy as np
 
 from ortolan.graph_passes.text.text_plan import TextInput
 
-from .errors import OrtolanError
+from .errors import ModelError, OrtolanError
 from .session import new_options
-from .text_encoder import TextEncoder, Tokens
+from .text_encoder import TextEncoder
+from .tokens import Tokens
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -75,6 +76,11 @@ class EncoderEngine:
         """
         options = serving_options(threads, spin)
         self.encoder = TextEncoder(model, tokenizer, TextInput(max_tokens=max_tokens), options)
+        if self.encoder.kind not in ("embedding", "reranker"):
+            raise ModelError(
+                f"model is of kind {self.encoder.kind!r}, expected an embedding model or a reranker: call "
+                "embed_tokens, embed_sparse or rerank"
+            )
 
     def check(self) -> None:
         """Run one text or pair, and raise the error if it fails."""

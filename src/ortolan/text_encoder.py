@@ -1,13 +1,13 @@
-"""TextEncoder: computes vectors of texts or scores of pairs of texts, with tokenizer, batches and pooling."""
+"""TextEncoder: computes vectors of texts, vectors of tokens, weights of terms, or scores of pairs of texts."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -15,16 +15,19 @@ import onnx_ir as ir
 from ortolan.graph_passes.files.model_file import model_in
 from ortolan.graph_passes.measure.feeds import fixed_sizes
 from ortolan.graph_passes.names import PADDING_KEY
-from ortolan.graph_passes.text.pooling import Dense
 from ortolan.graph_passes.text.text_input import PAIR_INPUT, SCORE, TEXT_INPUT, answers_to_probes, pair_up
 from ortolan.graph_passes.text.text_plan import EMBEDDING, TextInput, TextPlan, TextSettings, read_settings
+from ortolan.graph_passes.text.token_outputs import TermPooling
 
 from .errors import ArgumentError, ArgumentTypeError, ModelError, listing, wrong_type
+from .late_interaction import LateTokens, max_sim
 from .session import create_session
+from .tokens import Tokens, apply_dense, pool, sigmoid, unit_length
 
 if TYPE_CHECKING:
     import onnxruntime
 
+_T = TypeVar("_T")
 BATCH_TOKENS = 1024  # default of batch_tokens; activations of larger batches exceed the CPU's caches
 _TOKENS = 256  # the length to which texts are cut if no file has one
 _KNOWN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
@@ -36,9 +39,20 @@ _DTYPES = {
     "tensor(float16)": np.float16,
     "tensor(bool)": np.bool_,
 }
-_CHARACTERS_OF_A_TOKEN = 4  # estimate, for models that tokenize texts themselves
-_LEAST_NORM = 1e-12
 _LARGEST_ID = 2**31
+# What a model of each kind does, and what to do if another kind is needed.
+_KINDS = {
+    "embedding": "embeds texts and cannot score pairs",
+    "reranker": "is a reranker, which scores pairs of texts",
+    "late_interaction": "is a late-interaction model, with a vector for each token: call embed_tokens or rerank",
+    "sparse": "weights terms: call embed_sparse",
+}
+_ADVICE = {
+    "embedding": "give a model that embeds",
+    "reranker": "give a reranker",
+    "late_interaction": "give a late-interaction model, such as ColBERT",
+    "sparse": "give a masked language model, such as SPLADE",
+}
 
 
 def _tell_nobody(done: int) -> None:
@@ -67,41 +81,22 @@ class TokenBudget:
         self.tokens += len(text)
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """The tokens of a text or of a pair of texts.
-
-    len() is the number of tokens, or an estimate if the model tokenizes texts itself.
-
-    Attributes:
-        texts: The text, or the pair; empty if only tokens are known.
-        ids: Token ids; None if the model tokenizes texts itself.
-        type_ids: Token type ids.
-    """
-
-    texts: tuple[str, ...]
-    ids: Sequence[int] | None = None
-    type_ids: Sequence[int] = ()
-
-    def __len__(self) -> int:
-        return 2 + sum(map(len, self.texts)) // _CHARACTERS_OF_A_TOKEN if self.ids is None else len(self.ids)
-
-
 class TextEncoder:
-    """An embedding model or a reranker.
+    """An embedding model, a reranker, a late-interaction model (ColBERT), or a model that weights terms (SPLADE).
 
     Results are computed from the tokens of each text, so that with models of Ortolan they do not depend on the other
     texts of a batch.
 
     Attributes:
-        kind: "embedding", or "reranker" for a model that scores pairs of texts.
+        kind: "embedding"; "reranker" for a model that scores pairs of texts; "late_interaction" for a vector per token;
+            "sparse" for weights of terms.
         max_tokens: The length to which texts are cut; None: the model cuts them itself.
-        width: The width of the vectors; None: unknown before the first call.
+        width: The width of the vectors, or the size of the vocabulary; None: unknown before the first call.
         pads: The model computes padding too, so that a batch costs the length of its longest text for each text.
         length: The length to which each text is padded, if the model has a fixed one; else 0.
     """
 
-    kind: Literal["embedding", "reranker"]
+    kind: Literal["embedding", "reranker", "late_interaction", "sparse"]
     max_tokens: int | None
     width: int | None
     pads: bool
@@ -117,9 +112,9 @@ class TextEncoder:
         """Open a model.
 
         Args:
-            model: A file or folder as Sentence Transformers, Optimum or optimize_onnx write it, or a session. It takes
-                tokens, or texts (`optimize_onnx(texts_in=True)`), and returns vectors of tokens or of texts, or one
-                score for each pair.
+            model: A file or folder as Sentence Transformers, PyLate, Optimum or optimize_onnx write it, or a session.
+                It takes tokens, or texts (`optimize_onnx(texts_in=True)`), and returns vectors of tokens or of texts,
+                logits of a masked language model, or one score for each pair.
             tokenizer: A tokenizer.json. Default: the one beside the model. If the model is a session, settings are read
                 from this file's folder. The file is opened (with the package `tokenizers`) when the first text is
                 tokenized.
@@ -173,6 +168,12 @@ class TextEncoder:
         self.max_tokens = self._settings.max_tokens
         dense = self._settings.folder.dense if self._settings.pooling is not None else ()
         self.width = len(dense[-1].weight) if dense else self._last_dim()
+        if self._settings.terms is not None:
+            # The output has a row of the vocabulary's size for each token, padding included.
+            self.kind, self.pads = "sparse", True
+        elif self._settings.folder.late is not None:
+            self.kind, self._late = "late_interaction", LateTokens(self._settings, self.width)
+            self.width = self._late.width
         self._prompt = self._settings.folder.prompts.get(self._settings.prompt_name, "")
 
     def _take_texts(self, inputs: Any, settings: TextInput | TextSettings) -> None:
@@ -206,12 +207,19 @@ class TextEncoder:
 
         Raises:
             ArgumentTypeError: A text is not a string.
-            ArgumentError: The model is a reranker.
+            ArgumentError: The model is not an embedding model.
             ModelError: The package `tokenizers` is missing or cannot read the model's file.
         """
         check_texts(texts)
-        if self.kind != "embedding":
-            raise ArgumentError("model is a reranker, which scores pairs of texts; give a model that embeds")
+        self.require("embedding")
+        return self._tokenize(texts)
+
+    def require(self, kind: str) -> None:
+        """Raise ArgumentError if the model is of another kind."""
+        if self.kind != kind:
+            raise ArgumentError(f"model {_KINDS[self.kind]}; {_ADVICE[kind]}")
+
+    def _tokenize(self, texts: Sequence[str]) -> list[Tokens]:
         if self._settings is None:
             return [Tokens((text,)) for text in texts]
         return self._split([(text,) for text in texts], [self._prompt + text for text in texts])
@@ -219,8 +227,7 @@ class TextEncoder:
     def tokenize_pairs(self, query: str, texts: Sequence[str]) -> list[Tokens]:
         """Return the tokens of the query with each text, for a reranker. Raises errors like `tokenize`."""
         check_texts([query, *texts])
-        if self.kind != "reranker":
-            raise ArgumentError("model embeds texts and cannot score pairs; give a reranker")
+        self.require("reranker")
         pairs = [(query, text) for text in texts]
         return [Tokens(pair) for pair in pairs] if self._settings is None else self._split(pairs, pairs)
 
@@ -250,10 +257,10 @@ class TextEncoder:
         found = self._outputs(batch)
         if self._settings.scores:
             scores = found.reshape(len(batch)).astype(np.float32)
-            return np.asarray(_sigmoid(scores) if self._settings.activation == "sigmoid" else scores)
+            return np.asarray(sigmoid(scores) if self._settings.activation == "sigmoid" else scores)
         if self._settings.pooling is None:
             return self._finished(list(found))
-        return self._finished([rows[: len(one)] for rows, one in zip(found, batch, strict=True)])
+        return self._finished(_unpadded(found, batch))
 
     def _outputs(self, batch: Sequence[Tokens]) -> np.ndarray:
         """Return the session's output, one row a text. A model with a fixed batch size is called several times."""
@@ -276,11 +283,11 @@ class TextEncoder:
         for rows in found:
             vector = rows.astype(np.float32, copy=False)
             if pooling is not None:
-                vector = _pooled(vector, pooling)
+                vector = pool(vector, pooling)
                 for layer in self._settings.folder.dense:
-                    vector = _applied(layer, vector)
+                    vector = apply_dense(layer, vector)
             if self._settings.normalize:
-                vector = vector / np.maximum(np.sqrt(np.sum(vector * vector)), np.float32(_LEAST_NORM))
+                vector = unit_length(vector)
             vectors.append(vector)
         return np.stack(vectors)
 
@@ -296,7 +303,8 @@ class TextEncoder:
         file, shape = self._settings.file, (len(batch), width)
         ids, mask, types = np.full(shape, file.pad_id), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         for row, one in enumerate(batch):
-            ids[row, : len(one)], mask[row, : len(one)], types[row, : len(one)] = one.ids, 1, one.type_ids
+            ids[row, : len(one)], types[row, : len(one)] = one.ids, one.type_ids
+            mask[row, : len(one) if one.attended is None else one.attended] = 1
         first = file.pad_id + 1 if self._settings.folder.positions_behind_pad else 0
         positions = np.broadcast_to(np.arange(first, first + shape[1]), shape)
         made = dict(zip(_KNOWN_INPUTS, (ids, mask, types, positions), strict=True))
@@ -329,6 +337,76 @@ class TextEncoder:
             tell(done := done + len(batch))
         return vectors
 
+    def encode_late(
+        self,
+        texts: Sequence[str],
+        query: bool = False,
+        batch_tokens: int = BATCH_TOKENS,
+        tell: Callable[[int], None] = _tell_nobody,
+    ) -> list[np.ndarray]:
+        """Return the token vectors of documents or queries, float32 [tokens, width] for each text, in order.
+
+        Args:
+            texts: The texts.
+            query: The texts are queries, not documents.
+            batch_tokens: As for `encode`.
+            tell: As for `encode`.
+
+        Raises:
+            ArgumentError: The model is not a late-interaction model.
+        """
+        tokens = self._late_tokens(texts, query)
+        return self._each(tokens, batch_tokens, tell, self._late.vectors)
+
+    def _late_tokens(self, texts: Sequence[str], query: bool) -> list[Tokens]:
+        check_texts(texts)
+        self.require("late_interaction")
+        return self._late.tokens([self._prompt + text for text in texts], query)
+
+    def encode_sparse(
+        self,
+        texts: Sequence[str],
+        top_k: int | None = None,
+        batch_tokens: int = BATCH_TOKENS,
+        tell: Callable[[int], None] = _tell_nobody,
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the terms of each text, in order: indices, int32 in increasing order, and their weights, float32.
+
+        Args:
+            texts: The texts.
+            top_k: Keep only the terms with the largest weights; None: all that are not 0.
+            batch_tokens: As for `encode`.
+            tell: As for `encode`.
+
+        Raises:
+            ArgumentError: The model does not weight terms, or `top_k` is not positive.
+        """
+        check_texts(texts)
+        self.require("sparse")
+        if top_k is not None and top_k < 1:
+            raise ArgumentError(f"top_k is {top_k}, expected at least 1")
+        terms = self._settings.terms if self._settings is not None else None
+        assert terms is not None
+        return self._each(
+            self._tokenize(texts), batch_tokens, tell, lambda rows, _: _strongest(weigh_terms(rows, terms), top_k)
+        )
+
+    def _each(
+        self,
+        tokens: Sequence[Tokens],
+        batch_tokens: int,
+        tell: Callable[[int], None],
+        finish: Callable[[np.ndarray, Tokens], _T],
+    ) -> list[_T]:
+        """Run texts in batches; return what `finish` makes of the output for each text, in order."""
+        found: dict[int, _T] = {}
+        for batch in batches(tokens, batch_tokens, self.pads, self.length):
+            texts = [tokens[index] for index in batch]
+            rows = _unpadded(self._outputs(texts), texts)
+            found |= {index: finish(row, text) for index, row, text in zip(batch, rows, texts, strict=True)}
+            tell(len(found))
+        return [found[index] for index in range(len(tokens))]
+
     def score(
         self,
         query: str,
@@ -336,7 +414,15 @@ class TextEncoder:
         batch_tokens: int = BATCH_TOKENS,
         tell: Callable[[int], None] = _tell_nobody,
     ) -> np.ndarray:
-        """Return the scores of the query with each text, float32 [texts], in order. Arguments as for `encode`."""
+        """Return the scores of the query with each text, float32 [texts], in order. Arguments as for `encode`.
+
+        A late-interaction model scores by MaxSim, a reranker by its output for the pair.
+        """
+        if self.kind == "late_interaction":
+            (asked,) = self.encode_late([query], query=True, batch_tokens=batch_tokens)
+            late, given = self._late, self._late_tokens(texts, query=False)
+            found = self._each(given, batch_tokens, tell, lambda rows, one: max_sim(asked, late.vectors(rows, one)))
+            return np.array(found, np.float32)
         tokens = self.tokenize_pairs(query, texts)
         scores = np.empty(len(tokens), np.float32)
         done = 0
@@ -354,7 +440,7 @@ class TextEncoder:
         if self._settings is None or self._settings.pooling is None:
             raise ArgumentError("model has no output [batch, tokens, hidden] with token vectors")
         batch = self.tokenize(texts)
-        return [rows[: len(one)] for rows, one in zip(self._outputs(batch), batch, strict=True)] if batch else []
+        return _unpadded(self._outputs(batch), batch) if batch else []
 
 
 def ask_probes(session: onnxruntime.InferenceSession, plan: TextPlan) -> list[np.ndarray]:
@@ -419,35 +505,32 @@ def batches(tokens: Sequence[Tokens], batch_tokens: int, pads: bool = True, leng
         yield batch
 
 
-def _pooled(rows: np.ndarray, pooling: str) -> np.ndarray:
-    """Pool float32 [tokens, hidden] to [hidden], as Sentence Transformers does."""
-    count = np.float32(len(rows))
-    if not len(rows):  # an empty text has no tokens if the tokenizer adds no special tokens
-        return np.zeros(rows.shape[1], np.float32)
-    if pooling == "cls":
-        return np.asarray(rows[0])
-    if pooling == "lasttoken":
-        return np.asarray(rows[-1])
-    if pooling == "max":
-        return np.asarray(rows.max(axis=0))
-    if pooling == "weightedmean":
-        weights = np.arange(1, len(rows) + 1, dtype=np.float32)
-        return np.asarray((rows * weights[:, None]).sum(axis=0) / weights.sum())
-    return np.asarray(rows.sum(axis=0) / (np.sqrt(count) if pooling == "mean_sqrt_len_tokens" else count))
+def weigh_terms(logits: np.ndarray, terms: TermPooling) -> np.ndarray:
+    """Return the weights of terms, float32 [vocabulary], from the logits of a text's tokens, [tokens, vocabulary].
+
+    With max pooling, the largest logit is found first: log(1 + x) does not change which one is the largest.
+    """
+    if terms.pooling == "max":
+        logits = logits.max(axis=0, initial=0)
+    weights = np.maximum(logits.astype(np.float32, copy=False), 0)
+    for _ in range(terms.logs):
+        weights = np.log1p(weights)
+    return np.asarray(weights.sum(axis=0) if terms.pooling == "sum" else weights)
 
 
-def _applied(layer: Dense, vector: np.ndarray) -> np.ndarray:
-    made = layer.weight @ vector
-    made = made if layer.bias is None else made + layer.bias
-    if layer.activation is None:
-        return np.asarray(made)
-    if layer.activation == "Sigmoid":
-        return _sigmoid(made)
-    return np.asarray(np.tanh(made) if layer.activation == "Tanh" else np.maximum(made, 0))
+def _strongest(weights: np.ndarray, top_k: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return indices and weights of the terms that are not 0, or of the `top_k` largest. Ties go to lower indices."""
+    (indices,) = np.nonzero(weights)
+    if top_k is not None and len(indices) > top_k:
+        indices = np.sort(indices[np.argsort(-weights[indices], kind="stable")[:top_k]])
+    return indices.astype(np.int32), weights[indices]
 
 
-def _sigmoid(x: np.ndarray) -> np.ndarray:
-    return np.asarray(1 / (1 + np.exp(-x.astype(np.float64))), np.float32)
+def _unpadded(found: np.ndarray, batch: Sequence[Tokens]) -> list[np.ndarray]:
+    """Return each text's rows without padding. An output [batch, width] has one row a text."""
+    if found.ndim == 2:
+        return list(found)
+    return [rows[: len(one)] for rows, one in zip(found, batch, strict=True)]
 
 
 def _dtype(value: Any) -> Any:

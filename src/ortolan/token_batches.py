@@ -12,7 +12,8 @@ from typing import Any
 
 from .engines import RequestError
 from .errors import OrtolanError
-from .text_encoder import TokenBudget, Tokens
+from .text_encoder import TokenBudget
+from .tokens import Tokens
 
 _SLOWEST, _LONGEST_WAIT = 1.0, 60.0  # lowest estimate of tokens per second; longest Retry-After in seconds
 _RECENT = 0.2  # weight of the latest batch in the running estimate of the speed

@@ -1,10 +1,11 @@
-"""Vectors in an .npy file, written in pieces; the file appears when it is complete."""
+"""Vectors in .npy files, written in pieces, or sparse vectors in an .npz file; a file appears when it is complete."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
@@ -12,15 +13,18 @@ from ortolan.graph_passes.files.output import check_file, new_file
 
 from .errors import OutputError
 
+if TYPE_CHECKING:
+    from .token_vectors import SparseVectors
 
-def check_vectors_file(path: Path) -> None:
+
+def check_vectors_file(path: Path, suffix: str = ".npy") -> None:
     """Check that vectors can be written to a path.
 
     Raises:
-        OutputError: The name does not end in .npy, or no file can be written there.
+        OutputError: The name does not end in `suffix`, or no file can be written there.
     """
-    if path.suffix != ".npy":
-        raise OutputError(f"output {str(path)!r} must end in .npy")
+    if path.suffix != suffix:
+        raise OutputError(f"output {str(path)!r} must end in {suffix}")
     check_file(path)
 
 
@@ -44,6 +48,49 @@ def write_vectors(path: Path, pieces: Iterable[np.ndarray]) -> tuple[int, int]:
         file.seek(0)
         _write_header(file, rows, width)
     return rows, width
+
+
+def write_token_vectors(path: Path, pieces: Iterable[list[np.ndarray]], width: int) -> tuple[int, int]:
+    """Write the token vectors of texts, each float32 [tokens, width], below each other to one file.
+
+    The number of vectors of each text, int64 [texts], is written to a second file: NAME.lengths.npy beside NAME.npy.
+
+    Returns:
+        The numbers of texts and of vectors.
+
+    Raises:
+        OutputError: A file cannot be written. Nothing is left behind, also if `pieces` raises.
+    """
+    second = path.with_suffix(".lengths.npy")
+    check_file(second)
+    lengths: list[int] = []
+
+    def joined() -> Iterator[np.ndarray]:
+        for texts in pieces:
+            lengths.extend(map(len, texts))
+            yield from texts
+
+    with new_file(second) as file:
+        rows, _ = write_vectors(path, chain([np.empty((0, width), np.float32)], joined()))
+        np.save(file, np.array(lengths, np.int64))
+    return len(lengths), rows
+
+
+def write_sparse(path: Path, vectors: SparseVectors) -> None:
+    """Write sparse vectors to a file that scipy.sparse.load_npz reads, or replace it.
+
+    Raises:
+        OutputError: The file cannot be written.
+    """
+    with new_file(path) as file:
+        np.savez(
+            file,
+            format=np.array(b"csr"),
+            shape=np.array([len(vectors), vectors.width]),
+            data=vectors.values,
+            indices=vectors.indices,
+            indptr=vectors.starts,
+        )
 
 
 def _write_header(file: BinaryIO, rows: int, width: int) -> None:

@@ -17,7 +17,8 @@ from ortolan.embedding import spearman, spearman_on_sts
 from ortolan.errors import OrtolanError
 from ortolan.graph_passes.text.text_input import add_text_input, plan_text_input
 from ortolan.models import tiny
-from ortolan.text_encoder import TextEncoder, Tokens, batches
+from ortolan.text_encoder import TextEncoder, batches
+from ortolan.tokens import Tokens
 
 from ..text.reranker import write_reranker
 from ..text.wordpiece_file import write_wordpiece

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from ortolan.engines import RequestError
-from ortolan.text_encoder import Tokens
 from ortolan.token_batches import TokenBatches
+from ortolan.tokens import Tokens
 
 
 class Runner:

@@ -21,7 +21,7 @@ from .fields import Fields, refuse
 from .http import GONE, json_response, read_body, unless_gone
 
 if TYPE_CHECKING:
-    from ..text_encoder import Tokens
+    from ..tokens import Tokens
     from .metrics import EncoderMetrics
     from .settings import Limits
 
