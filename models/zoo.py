@@ -1,6 +1,6 @@
 """The zoo: one small random model for each popular architecture, as Optimum exports it.
 
-Needs ortolan[optimum] (torch, transformers). Nothing is downloaded.
+Needs ortolan[optimum] (torch, transformers). Nothing is downloaded. `zoo_exporters` has the other exporters.
 """
 
 from __future__ import annotations
@@ -168,6 +168,58 @@ def _moe(size: Size) -> Config:
     return {**_gemma(size), **experts}
 
 
+def _mixtral(size: Size) -> Config:
+    return {**_llama(size), "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def _gpt_oss(size: Size) -> Config:
+    types = ["sliding_attention", "full_attention"] * (size.layers // 2)
+    return {**_mixtral(size), "head_dim": size.head_dim, "sliding_window": 8, "layer_types": types}
+
+
+def _hybrid(kind: str) -> Callable[[Size], Config]:
+    """Return the configuration of a decoder whose layers are all of this kind, except the last, which has attention."""
+
+    def config(size: Size) -> Config:
+        return {**_gemma(size), "layer_types": [kind] * (size.layers - 1) + ["full_attention"]}
+
+    return config
+
+
+def _delta(size: Size) -> Config:
+    heads = {"linear_num_key_heads": size.heads // 2, "linear_num_value_heads": size.heads}
+    heads |= {f"linear_{name}_head_dim": size.head_dim for name in ("key", "value")}
+    # A quarter of the head is rotated, in multiples of 16.
+    return {**_hybrid("linear_attention")(size), **heads, "linear_conv_kernel_dim": 4, "head_dim": 64}
+
+
+def _delta_moe(size: Size) -> Config:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    widths = {f"{name}_intermediate_size": size.intermediate for name in ("moe", "shared_expert")}
+    return {**_delta(size), **experts, **widths}
+
+
+def _granite_hybrid(size: Size) -> Config:
+    scans = {"mamba_n_heads": size.heads * 2, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2}
+    config = {
+        **_mixtral(size),
+        **scans,
+        "shared_intermediate_size": size.intermediate,
+        "mamba_chunk_size": 8,
+        "position_embedding_type": "rope",
+    }
+    return {**config, "layer_types": ["mamba"] * (size.layers - 1) + ["attention"]}
+
+
+def _moonshine(size: Size) -> Config:
+    sides = ("encoder", "decoder")
+    heads = {f"{side}_num_{name}heads": size.heads for side in sides for name in ("attention_", "key_value_")}
+    layers = {f"{side}_num_hidden_layers": size.layers for side in sides}
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "decoder_start_token_id": 1}
+    widths = {"vocab_size": size.vocab, "hidden_size": size.hidden, "intermediate_size": size.intermediate}
+    return {**widths, **heads, **layers, **ids}
+
+
 def _t5(size: Size) -> Config:
     return {
         "vocab_size": size.vocab,
@@ -332,7 +384,7 @@ ARCHITECTURES = (
     Architecture("qwen2", _llama, _PAST),
     Architecture("qwen3", _gemma, _PAST),
     Architecture("phi", _bert, _PAST, options={"partial_rotary_factor": 0.5}),
-    Architecture("phi3", _llama, _PAST),
+    Architecture("phi3", _llama, _PAST, options={"original_max_position_embeddings": 512}),
     Architecture("gemma", _gemma, _PAST),
     Architecture("gemma2", _gemma_windows, _PAST),
     Architecture("gemma2_eager", _gemma_windows, _PAST, model_type="gemma2", options={"attn_implementation": "eager"}),
@@ -353,9 +405,22 @@ ARCHITECTURES = (
 )
 
 
+# Architectures that Optimum does not export.
+NEWER = (
+    Architecture("mixtral", _mixtral, _PAST, layer_softmaxes=1),
+    Architecture("olmoe", _moe, _PAST, layer_softmaxes=1),
+    Architecture("gpt_oss", _gpt_oss, _PAST, layer_softmaxes=1),
+    Architecture("lfm2", _hybrid("conv"), _PAST),
+    Architecture("granitemoehybrid", _granite_hybrid, _PAST, layer_softmaxes=1),
+    Architecture("qwen3_next", _delta_moe, _PAST, layer_softmaxes=1),
+    Architecture("qwen3_5_text", _delta, _PAST),
+    Architecture("moonshine", _moonshine, "automatic-speech-recognition-with-past", tokens=48),
+)
+
+
 def find_architecture(name: str) -> Architecture:
     """Return the architecture with this name."""
-    return next(one for one in ARCHITECTURES if one.name == name)
+    return next(one for one in (*ARCHITECTURES, *NEWER) if one.name == name)
 
 
 def export(architecture: Architecture, size: Size, folder: Path, seed: int = 0) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _LENGTHS = 7  # index of NoMADAttention's input `lengths`
 _PAST, _PRESENT = "past_key_values.", "present."
+_STATE_PAST = "past."  # of recurrent states in models of ONNX Runtime GenAI
 _TYPES: dict[str, type[np.generic]] = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 # uint8 and int8 are the types of compressed caches, of Ortolan's pass compress_cache and of GroupQueryAttention.
 _CACHE_TYPES = _TYPES | {"tensor(uint8)": np.uint8, "tensor(int8)": np.int8}
@@ -38,11 +40,16 @@ class Decoder:
     written in place. Tensors with a fixed number of tokens, such as past_key_values.N.exact_key of NoMADAttention, have
     this number in all calls.
 
+    Hybrid models also have recurrent states of a fixed size, such as past_key_values.N.conv_state or past.N.recurrent.
+    Each step replaces them, with both kinds of caches.
+
     Attributes:
         vocabulary: The number of token ids.
         cache_length: The capacity of a shared cache; None: the cache grows.
         prompt_tokens: The number of tokens of a prompt that is part of the model, before those of the cache.
         only_last_logits: The model returns only the logits of the last token of a call.
+        token_bytes: The bytes of a token's keys and values.
+        has_states: The model has recurrent states.
     """
 
     def __init__(
@@ -59,7 +66,8 @@ class Decoder:
             session: A decoder with the names of Optimum and ONNX Runtime GenAI: inputs input_ids int64 [batch,
                 sequence], past_key_values.N.key and .value [batch, heads, past_sequence, head_dim] (and other
                 past_key_values.N.*), optionally attention_mask int64 [batch, past_sequence + sequence] and position_ids
-                int64 [batch, sequence]; outputs logits [batch, sequence, vocabulary], present.N.key and .value.
+                int64 [batch, sequence] or [3, batch, sequence]; recurrent states past.N.* or past_key_values.N.*
+                [batch, …]; outputs logits [batch, sequence, vocabulary], present.N.key and .value, and of states.
             cache_length: The capacity of a shared cache, for graphs that support it (`shares_cache`). None: the cache
                 grows.
             head_size: The head size of the cache, if the inputs leave it open (`read_head_size`). `rewind` needs it if
@@ -78,8 +86,8 @@ class Decoder:
         self.session = session
         inputs = {value.name: value for value in session.get_inputs()}
         self._outputs = {value.name: value for value in session.get_outputs()}
-        self._past = [name for name in inputs if name.startswith(_PAST)]
-        self._present = [name.replace(_PAST, _PRESENT, 1) for name in self._past]
+        self._past = [name for name in inputs if name.startswith((_PAST, _STATE_PAST))]
+        self._present = [_present_name(name) for name in self._past]
         unknown = inputs.keys() - {"input_ids", "attention_mask", "position_ids", *self._past}
         missing = {"logits", *self._present} - self._outputs.keys()
         if unknown or missing or not self._past or "input_ids" not in inputs:
@@ -88,16 +96,26 @@ class Decoder:
                 f"{', '.join(self._outputs)}; expected input_ids, attention_mask, position_ids, "
                 f"{_PAST}N.key and .value, and the outputs logits, {_PRESENT}N.key and .value"
             )
-        self._has_mask, self._has_positions = "attention_mask" in inputs, "position_ids" in inputs
-        # Read heads, tokens, head size and type of each cache input, because keys and values may differ.
+        self._has_mask = "attention_mask" in inputs
+        positions = inputs.get("position_ids")
+        # Qwen's models of images and text have a position for each of time, height and width: [3, batch, sequence].
+        self._positions: list[int] | None = None
+        if positions is not None:
+            self._positions = [_dimension(positions, 0)] * (len(positions.shape) == 3) + [1]
+        self._states = {name for name in self._past if is_state(name, inputs[name].shape)}
+        # Read the shape after the batch (-1: tokens) and the type of each cache input: keys and values may differ.
         self._caches = [
-            (
-                _dimension(inputs[name], 1),
-                _fixed_tokens(inputs[name], cache_length or 0),
-                _dimension(inputs[name], 3, head_size),
-                _dtype(inputs[name], _CACHE_TYPES),
-            )
-            for name in self._past
+            (self._cache_shape(inputs[name], head_size), _dtype(inputs[name], _CACHE_TYPES)) for name in self._past
+        ]
+        self.has_states = bool(self._states)
+        self.token_bytes = sum(
+            math.prod(shape[:1] + shape[2:]) * np.dtype(dtype).itemsize
+            for name, (shape, dtype) in zip(self._past, self._caches, strict=True)
+            if name not in self._states
+        )
+        # Caches that each step returns as new tensors.
+        self._replaced = [
+            index for index, name in enumerate(self._past) if cache_length is None or name in self._states
         ]
         self.vocabulary = _dimension(self._outputs["logits"], 2)
         self._logits_dtype = _dtype(self._outputs["logits"])
@@ -112,13 +130,21 @@ class Decoder:
             raise wrong_type("rewindable", rewindable, "an integer, 0 or more")
         if rewindable < 0 or (rewindable and cache_length is None):
             raise ArgumentError(f"rewindable is {rewindable}, expected 0, or more with a cache_length (a shared cache)")
+        if rewindable and self.has_states:
+            raise ArgumentError(f"rewindable is {rewindable}, expected 0: {_NO_REWIND.format(min(self._states))}")
         self._head_size: int | None = head_size
         self._rewindable: int = rewindable
         self.reset()
 
     def reset(self) -> None:
         """Empty the cache."""
-        self._hold([np.zeros((1, heads, tokens, size), dtype) for heads, tokens, size, dtype in self._caches], 0)
+        tokens = self.cache_length or 0
+        self._hold([np.zeros(_sized(shape, tokens), dtype) for shape, dtype in self._caches], 0)
+
+    def _cache_shape(self, value: Any, head_size: int | None) -> tuple[int, ...]:
+        if value.name in self._states:
+            return tuple(_dimension(value, axis) for axis in range(1, len(value.shape)))
+        return _dimension(value, 1), _fixed_tokens(value), _dimension(value, 3, head_size)
 
     def fill(self, cache: Mapping[str, np.ndarray], length: int) -> None:
         """Replace the cache by arrays such as those of `cache`. A shared cache then writes to these arrays.
@@ -131,8 +157,8 @@ class Decoder:
             ArgumentError: Names, shapes or types differ from those of `cache`, or there is no room for `length` tokens.
         """
         arrays = []
-        for name, (heads, tokens, size, dtype) in zip(self._past, self._caches, strict=True):
-            shape, array = (1, heads, tokens or length, size), cache.get(name)
+        for name, (sizes, dtype) in zip(self._past, self._caches, strict=True):
+            shape, array = _sized(sizes, self.cache_length or length), cache.get(name)
             if array is None or array.shape != shape or array.dtype != dtype:
                 found = "missing" if array is None else f"{array.dtype} {list(array.shape)}"
                 raise ArgumentError(f"{name!r} is {found}, expected {np.dtype(dtype)} {list(shape)}")
@@ -147,9 +173,11 @@ class Decoder:
         The cache is then the same as if the sequence had never had the other tokens.
 
         Raises:
-            ArgumentError: The cache grows or has fewer tokens, its layout is unknown, or the exact keys that it needs
-                were not kept (`rewindable`). The cache is unchanged.
+            ArgumentError: The cache grows or has fewer tokens, its layout is unknown, the exact keys that it needs were
+                not kept (`rewindable`), or the model has recurrent states. The cache is unchanged.
         """
+        if self.has_states:
+            raise ArgumentError(_NO_REWIND.format(min(self._states)))
         if self._rewinder is None:
             raise ArgumentError("only a shared cache can be rewound; give Decoder a cache_length, or use reset")
         if not 0 <= length <= self.length:
@@ -169,8 +197,9 @@ class Decoder:
             named = dict(zip(self._past, arrays, strict=True))
             self._rewinder = Rewinder(named, self.cache_length, self._metadata, self._head_size, self._rewindable)
             for past, present, value in zip(self._past, self._present, self._values, strict=True):
-                self._binding.bind_ortvalue_input(past, value)
-                self._binding.bind_ortvalue_output(present, value)
+                if past not in self._states:
+                    self._binding.bind_ortvalue_input(past, value)
+                    self._binding.bind_ortvalue_output(present, value)
 
     def cache(self) -> dict[str, np.ndarray]:
         """Return copies of the cache's arrays by input name. Arrays of a shared cache have their full capacity."""
@@ -207,23 +236,44 @@ class Decoder:
         feeds = {"input_ids": tokens}
         if self._has_mask:
             feeds["attention_mask"] = np.ones((1, self.prompt_tokens + total), np.int64)
-        if self._has_positions:
-            feeds["position_ids"] = self.prompt_tokens + np.arange(self.length, total, dtype=np.int64)[None]
+        if self._positions is not None:
+            positions = self.prompt_tokens + np.arange(self.length, total, dtype=np.int64)
+            feeds["position_ids"] = np.broadcast_to(positions, (*self._positions, count)).copy()
         for name, array in feeds.items():
             binding.bind_cpu_input(name, array)
         binding.bind_output("logits", "cpu", 0, self._logits_dtype, logits.shape, logits.ctypes.data)
-        if self.cache_length is None:
-            for past, present, value in zip(self._past, self._present, self._values, strict=True):
-                binding.bind_ortvalue_input(past, value)
-                binding.bind_output(present, "cpu")
+        for index in self._replaced:
+            binding.bind_ortvalue_input(self._past[index], self._values[index])
+            binding.bind_output(self._present[index], "cpu")
         if self._rewinder is not None:
             self._rewinder.before_step(self.length, total)
         self.session.run_with_iobinding(binding)
-        if self.cache_length is None:
-            # Outputs are returned in the order in which they were first bound; the logits are the first.
-            self._values = binding.get_outputs()[1:]
+        if self._replaced:
+            # Outputs are returned in the order in which they were first bound: shared caches, logits, other caches.
+            outputs = binding.get_outputs()[-len(self._replaced) :]
+            for index, value in zip(self._replaced, outputs, strict=True):
+                self._values[index] = value
         self.length = total
         return logits.reshape(rows, self.vocabulary)
+
+
+_NO_REWIND = "the model has recurrent states, such as {!r}, which cannot be rewound; use reset"
+
+
+def is_state(name: str, shape: Sequence[Any]) -> bool:
+    """Return True if an input is a recurrent state: a cache of a fixed size that holds no keys or values of tokens."""
+    kind = name.rpartition(".")[2]
+    is_cache = name.startswith((_PAST, _STATE_PAST, _PRESENT))
+    return is_cache and "key" not in kind and "value" not in kind and all(isinstance(one, int) for one in shape[1:])
+
+
+def _present_name(past: str) -> str:
+    return _PRESENT + past.removeprefix(_PAST).removeprefix(_STATE_PAST)
+
+
+def _sized(shape: Sequence[int], tokens: int) -> tuple[int, ...]:
+    """Return a cache's shape for one sequence of `tokens` tokens."""
+    return (1, *(tokens if size < 0 else size for size in shape))
 
 
 def _token_ids(ids: Any) -> np.ndarray:
@@ -249,9 +299,9 @@ def _stop_ids(stop: Any) -> Collection[int]:
     return frozenset(ids)
 
 
-def _fixed_tokens(value: Any, otherwise: int) -> int:
+def _fixed_tokens(value: Any) -> int:
     size = value.shape[2] if len(value.shape) > 2 else None
-    return size if isinstance(size, int) else otherwise
+    return size if isinstance(size, int) else -1
 
 
 def _dimension(value: Any, axis: int, default: int | None = None) -> int:
@@ -280,7 +330,8 @@ def shares_cache(path: str | os.PathLike[str]) -> bool:
 
     graph = onnx.load(os.fspath(path), load_external_data=False).graph
     empty = {tensor.name for tensor in graph.initializer if list(tensor.dims) == [0]}
-    kept = [node for node in graph.node if node.output[1:] and _is_cache(node.output[1:], graph)]
+    caches = {value.name for value in graph.output if value.name.startswith(_PRESENT) and not _is_state_output(value)}
+    kept = [node for node in graph.node if caches.intersection(node.output[1:])]
     return bool(kept) and all(
         node.op_type == "GroupQueryAttention"
         or (node.op_type == "NoMADAttention" and {*node.input[_LENGTHS : _LENGTHS + 1]} - {"", *empty} != set())
@@ -288,8 +339,9 @@ def shares_cache(path: str | os.PathLike[str]) -> bool:
     )
 
 
-def _is_cache(names: Sequence[str], graph: Any) -> bool:
-    return any(value.name in names and value.name.startswith(_PRESENT) for value in graph.output)
+def _is_state_output(value: Any) -> bool:
+    sizes = value.type.tensor_type.shape.dim
+    return is_state(value.name, [size.dim_value if size.HasField("dim_value") else None for size in sizes])
 
 
 def read_head_size(model: ir.Model | str | os.PathLike[str]) -> int | None:

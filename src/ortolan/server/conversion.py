@@ -14,11 +14,14 @@ from ..errors import ModelError, missing_model
 if TYPE_CHECKING:
     from ..progress import Progress
 
-Kind = Literal["serving", "decoder", "encoder"]
+Kind = Literal["serving", "decoder", "recurrent", "encoder"]
 
 
 def model_kind(path: Path) -> Kind:
-    """Return what an ONNX model is, from its inputs: a decoder in the form for serving or not, or an encoder.
+    """Return what an ONNX model is, from its inputs.
+
+    A decoder is in the form for serving or not, or has recurrent states, for which there is no such form. Other models
+    are encoders.
 
     Raises:
         ModelError: The model cannot be read, or has another version of the form for serving.
@@ -49,19 +52,25 @@ def graph_kind(model: Any) -> Kind:
     if is_serving_form(model):
         return "serving"
     cached = any((value.name or "").startswith("past_key_values.") for value in model.graph.inputs)
-    return "decoder" if cached else "encoder"
+    return "recurrent" if _has_states(model) else "decoder" if cached else "encoder"
+
+
+def _has_states(model: Any) -> bool:
+    from ..generate import is_state
+
+    return any(value.shape is not None and is_state(value.name or "", value.shape) for value in model.graph.inputs)
 
 
 def serving_folder(
     source: Path, cache: Path, progress: Progress | None = None, say: Callable[[str], None] | None = None
 ) -> Path:
-    """Return a folder with a decoder in the form for serving.
+    """Return a folder with a decoder in the form for serving, or with a decoder that has recurrent states.
 
     A GGUF file, and a folder with another form, are converted into the cache folder. A later call with the same files
     finds the result there.
 
     Args:
-        source: A GGUF file, a folder with a decoder, or a folder that has the form for serving already.
+        source: A GGUF file, a folder with a decoder, or a folder that needs no conversion.
         cache: The cache folder.
         progress: As for `optimize_onnx`.
         say: Called with a line if a conversion begins, or if another process is converting the same model.
@@ -78,7 +87,7 @@ def serving_folder(
         if not source.is_dir():
             raise ModelError(f"{str(source)!r} is a file, expected a folder with model.onnx, or a .gguf file")
         model = load_graph(source)
-        if graph_kind(model) == "serving":
+        if graph_kind(model) in ("serving", "recurrent"):
             return source
         _require_original(model, source)
     target = target_folder(source, cache)

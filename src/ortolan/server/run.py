@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ..cache_folder import default_cache_dir
-from ..errors import OrtolanError
+from ..errors import ArgumentError, OrtolanError
 from .settings import Limits, ServerSettings
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from ..engine import Engine
+    from ..engine import DraftModel, Engine
     from ..engine.model import CacheType, PagedModel
+    from ..engine.recurrent import RecurrentModel
     from ..progress import Progress
     from .application import Application
     from .model_folder import ModelFolder
@@ -230,9 +231,9 @@ def open_application(
     encoder_name = None if options.encoder is None else model_name(options.encoder)
     with open_engine(model, options, say) as (engine, folder):
         application = Application(settings, make_generator(engine, folder), encoder, encoder_name)
-        paged = cast("PagedModel", engine.model)
-        kind = "" if paged.cache_type == "bfloat16" else f"{paged.cache_type} "
-        cache = human_bytes(paged.blocks * paged.block_bytes)
+        model_of_engine = cast("PagedModel | RecurrentModel", engine.model)
+        kind = "" if model_of_engine.cache_type == "bfloat16" else f"{model_of_engine.cache_type} "
+        cache = human_bytes(model_of_engine.blocks * model_of_engine.block_bytes)
         application.sizes = f"context {engine.context} tokens, {kind}cache {cache}"
         yield application
 
@@ -241,18 +242,56 @@ def open_application(
 def open_engine(
     folder: Path, options: ServeOptions, say: Callable[[str], None] | None = None
 ) -> Iterator[tuple[Engine, ModelFolder]]:
-    """Open a decoder in the form for serving, with its engine, tokenizer and chat template.
+    """Open a decoder that `prepare_decoder` returned, with its engine, tokenizer and chat template.
 
     Args:
         folder: The folder.
         options: Options.
         say: Called with a line if the cache is too small for the model's context.
     """
-    from ..engine import DraftModel, Engine
-    from ..engine.model import PagedModel
+    from ..engine import Engine
+    from .conversion import model_kind
     from .model_folder import read_model_folder
 
+    model: PagedModel | RecurrentModel
+    source: Literal["lookup"] | DraftModel | None
+
     read = read_model_folder(folder, options.tool_calls, options.chat_template)
+    if model_kind(folder) == "recurrent":
+        model, source = _open_recurrent(folder, options), None
+    else:
+        model, source = _open_paged(folder, options, say)
+    with Engine(
+        model,
+        tokenizer=read.tokenizer,
+        max_step_tokens=options.max_step_tokens,
+        max_sequences=options.max_sequences,
+        max_queue=options.max_queue,
+        speculation=source,
+    ) as engine:
+        yield engine, read
+
+
+def _open_recurrent(folder: Path, options: ServeOptions) -> RecurrentModel:
+    """Open a decoder with recurrent states. They cannot be rewound, so that it verifies no drafts."""
+    from ..engine.recurrent import RecurrentModel
+
+    given = {"--draft-model": options.draft_model, "--cache-memory": options.cache_bytes}
+    given["--cache-type int8"] = options.cache_type == "int8" or None
+    if refused := [name for name, value in given.items() if value is not None]:
+        raise ArgumentError(f"{str(folder)!r} has recurrent states, which cannot be used with {refused[0]}; remove it")
+    return RecurrentModel.open(
+        folder, threads=options.threads, context=options.context, sequences=options.max_sequences
+    )
+
+
+def _open_paged(
+    folder: Path, options: ServeOptions, say: Callable[[str], None] | None
+) -> tuple[PagedModel, Literal["lookup"] | DraftModel | None]:
+    """Open a decoder in the form for serving; return it and the source of drafts. say: as for `open_engine`."""
+    from ..engine import DraftModel
+    from ..engine.model import PagedModel
+
     paged = PagedModel.open(
         folder,
         threads=options.threads,
@@ -269,15 +308,7 @@ def open_engine(
             options.draft_model, threads=options.threads, cache_type=options.cache_type, blocks=paged.blocks
         )
         source = DraftModel(smaller)
-    with Engine(
-        paged,
-        tokenizer=read.tokenizer,
-        max_step_tokens=options.max_step_tokens,
-        max_sequences=options.max_sequences,
-        max_queue=options.max_queue,
-        speculation=source,
-    ) as engine:
-        yield engine, read
+    return paged, source
 
 
 def make_generator(engine: Engine, folder: ModelFolder) -> Any:
