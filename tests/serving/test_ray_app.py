@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import time
@@ -18,7 +19,7 @@ from ray import serve  # noqa: E402
 from ortolan.benchmarks.serving import _BAD, check_refusals  # noqa: E402
 from ortolan.models import tiny  # noqa: E402
 from ortolan.optimize import optimize_onnx  # noqa: E402
-from ortolan.server.ray_app import RayConfig, application, prefix_key  # noqa: E402
+from ortolan.server.ray_app import RayConfig, Server, application, prefix_key  # noqa: E402
 
 from ..passes.cached_llama import llama  # noqa: E402
 from ..server.scripted import CHATML, END, events, make_tokenizer, wait_for  # noqa: E402
@@ -27,8 +28,8 @@ from .ray_cluster import ray_cluster  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    """Start a cluster with two replicas of a small decoder; yield the address."""
+def decoder(tmp_path_factory):
+    """Return the folder of a small decoder in the form for serving."""
     folder = tmp_path_factory.mktemp("models") / "small"
     folder.mkdir()
     tokenizer = make_tokenizer()
@@ -38,12 +39,18 @@ def url(tmp_path_factory):
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "eos_token": END}))
     optimize_onnx(folder, folder.with_name("serving"), serve=True)
+    return folder.with_name("serving")
+
+
+@pytest.fixture(scope="module")
+def url(decoder):
+    """Start a cluster with two replicas of a small decoder; yield the address."""
     with ray_cluster() as port:
-        config = RayConfig(model=str(folder.with_name("serving")), name="small", replicas=2, cache_bytes=1 << 26)
+        config = RayConfig(model=str(decoder), name="small", replicas=2, cache_bytes=1 << 26)
         serve.run(application(config))
-        write_wordpiece(folder.with_name("tokenizer.json"))
-        ir.save(tiny.tiny_bert(vocab_size=256), folder.with_name("model.onnx"))
-        encoder = RayConfig(model=str(folder.with_name("model.onnx")), name="encoder", min_replicas=1, max_replicas=2)
+        write_wordpiece(decoder.with_name("tokenizer.json"))
+        ir.save(tiny.tiny_bert(vocab_size=256), decoder.with_name("model.onnx"))
+        encoder = RayConfig(model=str(decoder.with_name("model.onnx")), name="encoder", min_replicas=1, max_replicas=2)
         serve.run(application(encoder), name="encoder", route_prefix="/encoder")
         yield f"http://127.0.0.1:{port}"
 
@@ -62,6 +69,32 @@ def test_the_type_of_the_cache():
     assert RayConfig(model="m", cache_type="int8").options().cache_type == "int8"
     with pytest.raises(ValueError, match="'bfloat16' or 'int8'"):
         RayConfig(model="m", cache_type="int4")
+
+
+@pytest.mark.parametrize("source", ["off", "lookup", "model"])
+def test_the_drafts_of_a_replica(decoder, source):
+    """A replica without a cluster drafts as its options say."""
+    options = {"speculate": "off"} if source == "off" else {"draft_model": str(decoder)} if source == "model" else {}
+    config = RayConfig(model=str(decoder), cache_bytes=1 << 24, cache_type="int8", **options)
+    replica = Server.func_or_class(config.model_dump())
+    engine = replica._application._generator.engine
+    body = json.dumps({"prompt": "hi", "max_tokens": 40, "temperature": 0, "ignore_eos": True}).encode()
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    status, messages = asyncio.run(answered_by(replica, scope | {"raw_path": b"", "root_path": ""}, body))
+    assert status == 200 and json.loads(messages)["usage"]["completion_tokens"] == 40
+    assert (engine.stats().drafted_tokens > 0) == (source != "off")
+    drafter = None if source == "off" else engine._speculation._model
+    assert (drafter is not None) == (source == "model")
+    if drafter is not None:  # it has its own model, with a cache for as many tokens of the same type
+        assert drafter.model is not engine.model and drafter.accuracy > 0.7
+        assert (drafter.model.blocks, drafter.model.cache_type) == (engine.model.blocks, "int8")
+    replica._stack.close()
+
+
+async def answered_by(replica, scope, body):
+    """Return the status and the content of a replica's answer."""
+    start, *rest = [message async for message in replica.answer(scope, body)]
+    return start["status"], b"".join(message.get("body", b"") for message in rest)
 
 
 def test_answers(client):
