@@ -16,7 +16,7 @@ from ortolan.errors import CalibrationError, listing, wrong_type
 from ..find.constants import constant_tensor
 from ..find.dimensions import head_sizes
 from .input_dimensions import InputDimensions, Meaning, is_token_input, parts_of
-from .media_inputs import picture_shape, samples_per_step
+from .media_inputs import frame_count, picture_shape, samples_per_step
 
 Feeds = dict[str, np.ndarray]
 Outputs = list[np.ndarray | None]  # outputs of one run; None: not a numeric tensor, so not compared
@@ -258,6 +258,9 @@ def _make_up(
     if picture is not None:
         given = zip(value.shape, (shape[0], *picture), strict=True)
         shape = [size if isinstance(size, int) else found for size, found in given]
+    frames = frame_count(value)
+    if frames is not None and not isinstance(value.shape[2], int):
+        shape[2] = frames
     dtype = value.dtype.numpy()
     counts_past = "attention_mask" in name and not name.startswith("encoder") and has_past
     if counts_past and len(shape) == 2 and not isinstance(value.shape[1], int):

@@ -42,6 +42,30 @@ def samples_per_step(value: ir.Value) -> int:
     return _SAMPLES if is_sound else 1
 
 
+def frame_count(value: ir.Value) -> int | None:
+    """Return the length of a spectrogram [batch, bins, frames] for a table of positions with a fixed length.
+
+    None if no convolution reads the input, or no table is added to its steps.
+    """
+    current, steps_per_frame = value, 1
+    if value.shape is None or len(value.shape) != 3 or _convolution(value) is None:
+        return None
+    for _ in range(_MAX_NODES):
+        uses = current.uses()
+        if len(uses) != 1:
+            return None
+        node = uses[0].node
+        if node.op_type == "Conv" and "strides" in node.attributes:
+            steps_per_frame *= node.attributes["strides"].as_ints()[0]
+        table = None
+        if node.op_type in ("Add", "SkipLayerNormalization"):
+            table = next(filter(None, map(constant_tensor, node.inputs[:2])), None)
+        if table is not None and len(table.shape) > 1:
+            return int(table.shape.numpy()[-2]) * steps_per_frame
+        current = node.outputs[0]
+    return None
+
+
 def _convolution(value: ir.Value) -> ir.Node | None:
     """Return the convolution that reads an input, directly or after normalization."""
     front, seen = [value], 0

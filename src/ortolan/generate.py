@@ -101,7 +101,7 @@ class Decoder:
         # Qwen's models of images and text have a position for each of time, height and width: [3, batch, sequence].
         self._positions: list[int] | None = None
         if positions is not None:
-            self._positions = [_dimension(positions, 0)] * (len(positions.shape) == 3) + [1]
+            self._positions = [_dimension(positions, 0), 1] if len(positions.shape) == 3 else [1]
         self._states = {name for name in self._past if is_state(name, inputs[name].shape)}
         # Read the shape after the batch (-1: tokens) and the type of each cache input: keys and values may differ.
         self._caches = [
