@@ -207,6 +207,8 @@ class _Search:
         if kind == ATTENTION:
             mask = node.inputs[1] if len(node.inputs) > 1 else None
             return [value for value in inputs if value is not mask] if node in self._attentions else None
+        if "window" in node.attributes and ours:  # a row reads other tokens
+            return None
         if kind in _LAYERS or kind in _NORMS:
             last = node.attributes.get("axis")
             return inputs if last is None or kind not in _NORMS or last.as_int() == -1 else None

@@ -29,6 +29,7 @@ _SMALLEST_NORMAL = 2.0**-126
 class GroupMatMul(Replacement):
     """Y = activation(X W + bias) + residual, optionally layer-normalized; X is rounded to int8 group by group."""
 
+    takes_windows = True
     largest: ClassVar[int]  # largest |q - zero point| of a weight without subgroups
 
     def packed_bytes(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from ..find.convolutions import WINDOW_DEFAULTS
 from ..find.epilogue import Activation
 from ..names import ORTOLAN_DOMAIN
 from .function_body import FunctionBody
@@ -29,6 +30,7 @@ class LayerUses:
     residual: bool = False
     gated: bool = False
     norm: bool = False  # some nodes have a LayerNormalization
+    windows: bool = False  # some nodes have the attributes of windows (find/convolutions.py)
 
     def needed_inputs(self) -> set[str]:
         """Return the inputs that all nodes must have."""
@@ -42,6 +44,7 @@ def uses_of_layers(nodes: Sequence[ir.Node], input_names: Sequence[str]) -> dict
         "residual": any(input_of(node, input_names, "residual") is not None for node in nodes),
         "gated": any(node.attributes["gated_columns"].as_int() != 0 for node in nodes),
         "norm": any(node.attributes[_EPSILON].as_float() >= 0 for node in nodes),
+        "windows": any("window" in node.attributes for node in nodes),
     }
 
 
@@ -57,10 +60,50 @@ def neutral_inputs_of_layer(n: int, gated_columns: int = 0) -> dict[str, np.ndar
     }
 
 
+def set_missing(nodes: Sequence[ir.Node], attributes: Mapping[str, int]) -> None:
+    """Set attributes that nodes lack, because an ONNX function cannot test whether a node has an attribute."""
+    for node in nodes:
+        for name, value in attributes.items():
+            if name not in node.attributes:
+                node.attributes.add(ir.AttrInt64(name, value))
+
+
+def rows_of_product(body: FunctionBody, x: ir.Value, uses: LayerUses) -> ir.Value:
+    """Return the rows that are multiplied by W: X [..., k], or windows over X [..., frames, k / window]."""
+    if not uses.windows:
+        return x
+    op = body.op
+    window, stride, begin, end = (body.attribute(name) for name in WINDOW_DEFAULTS)
+    k, shape = body.attribute("k"), op("Shape", x)
+    # Ones replace the axes that an X of rank 1 lacks.
+    full = op("Concat", body.ints(1, 1), shape, axis=0)
+    sequences = op("ReduceProd", op("Slice", full, body.ints(0), body.ints(-2)), keepdims=0)
+    frames = op("Squeeze", op("Slice", full, body.ints(-2), body.ints(-1)), body.ints(0))
+    rows = op("Reshape", x, body.shape(sequences, frames, op("Div", k, window)))
+    padded = op("Pad", rows, body.shape(0, begin, 0, 0, end, 0))
+    room = op("Sub", op("Add", frames, op("Add", begin, end)), window)
+    count = op("Add", op("Div", room, stride), body.integer(1))
+    starts = op("Mul", op("Range", body.integer(0), count, body.integer(1)), stride)
+    steps = op("Range", body.integer(0), window, body.integer(1))
+    indices = op("Add", op("Unsqueeze", starts, body.ints(1)), op("Unsqueeze", steps, body.ints(0)))
+    # Of a rank 1, only k remains.
+    tail = op("Slice", body.shape(count, k), op("Neg", op("Shape", shape)), body.ints(2))
+    outer = op("Slice", shape, body.ints(0), body.ints(-2))
+    return op("Reshape", op("Gather", padded, indices, axis=1), op("Concat", outer, tail, axis=0))
+
+
 def linear_function(
-    op_type: str, opset: int, body: FunctionBody, inputs: Mapping[str, ir.Value], y: ir.Value, attributes: Sequence[str]
+    op_type: str,
+    opset: int,
+    body: FunctionBody,
+    inputs: Mapping[str, ir.Value],
+    y: ir.Value,
+    attributes: Sequence[str],
+    uses: LayerUses,
 ) -> ir.Function:
-    """Return the ONNX function of a linear operator. attributes: the names of the operator's integer attributes."""
+    """Return the ONNX function of a linear operator. attributes: its integer attributes without those of windows."""
+    if uses.windows:
+        attributes = (*attributes, *WINDOW_DEFAULTS)
     graph = ir.Graph(list(inputs.values()), [y], nodes=body.nodes, opset_imports={"": opset}, name=op_type)
     kinds = dict.fromkeys(attributes, ir.AttributeType.INT) | {_EPSILON: ir.AttributeType.FLOAT}
     listed = [ir.Attr(name, kind, None) for name, kind in kinds.items()]

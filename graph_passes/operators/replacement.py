@@ -87,6 +87,8 @@ class Replacement(abc.ABC):
     input_names: ClassVar[Sequence[str]]  # names of the operator's inputs, in order
     # True if the operator supports fixed activation ranges and a hidden layer (hidden.py).
     takes_ranges = False
+    # True if the operator reads windows from the rows of its input (find/convolutions.py).
+    takes_windows = False
     # True if the operator computes the epilogue (linear_function.py); if not, the bias is a separate node.
     has_epilogue = True
     # True if the operator applies thresholds to its inputs (activations.py): it has the attribute a_threshold.

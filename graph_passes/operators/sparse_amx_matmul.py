@@ -11,13 +11,14 @@ import onnx_ir as ir
 from ortolan import _native
 
 from ..find.constants import constant_tensor
+from ..find.convolutions import WINDOW_DEFAULTS
 from ..find.epilogue import Activation
 from ..find.quantized_weight import QuantizedWeight
 from ..find.stored_int4 import StoredInt4
 from ..find.stored_int8 import StoredInt8
 from ..weights.quantizers.grid import Quantization
 from .function_body import PANEL_COLUMNS
-from .linear_function import neutral_inputs_of_layer, uses_of_layers
+from .linear_function import neutral_inputs_of_layer, set_missing, uses_of_layers
 from .nodes import fill_missing, input_of, nodes_of
 from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement, Stored, why_not_groups
 from .sparse_amx_matmul_function import INPUTS, OP_TYPE, Uses, sparse_amx_matmul_function
@@ -61,6 +62,7 @@ class SparseAMXMatMul(Replacement):
 
     op_type = OP_TYPE
     input_names = INPUTS
+    takes_windows = True
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         """See `Replacement.why_not`."""
@@ -200,6 +202,7 @@ class SparseAMXMatMul(Replacement):
         """See `Replacement.fill_inputs`."""
         nodes = nodes_of(model, OP_TYPE)
         uses = _uses(nodes)
+        set_missing(nodes, WINDOW_DEFAULTS if uses.windows else {})
 
         def neutral(node: ir.Node) -> dict[str, np.ndarray]:
             n = node.attributes["n"].as_int()

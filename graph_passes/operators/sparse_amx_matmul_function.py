@@ -18,7 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from .function_body import PANEL_COLUMNS, FunctionBody
-from .linear_function import NORM_INPUTS, LayerUses, end_of_layer, linear_function
+from .linear_function import NORM_INPUTS, LayerUses, end_of_layer, linear_function, rows_of_product
 
 OP_TYPE = "SparseAMXMatMul"
 INPUTS = ("X", "masks", "values", "offsets", "bias", "residual", "scales", *NORM_INPUTS, "zero_points")
@@ -84,9 +84,9 @@ def sparse_amx_matmul_function(opset: int, uses: Uses, unpack_once: bool = True)
     body = FunctionBody(opset)
     k, n = body.attribute("k"), body.attribute("n")
     weight = _Weight(body, inputs, uses, k, n, None if unpack_once else inputs["X"]).matrix()
-    product = _product(body, inputs["X"], weight, uses)
+    product = _product(body, rows_of_product(body, inputs["X"], uses), weight, uses)
     y = end_of_layer(body, product, inputs, uses)
-    return linear_function(OP_TYPE, opset, body, inputs, y, ATTRIBUTES)
+    return linear_function(OP_TYPE, opset, body, inputs, y, ATTRIBUTES, uses)
 
 
 def unpacked_bitmap(

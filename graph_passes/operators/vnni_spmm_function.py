@@ -95,7 +95,7 @@ def vnni_spmm_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir.F
         x = _hidden_layer(body, inputs, x, k, uses, unpack_once)
     product = body.op("MatMul", x, _matrix(body, inputs, "", k, n, unpack_once))
     y = end_of_layer(body, product, inputs, uses)
-    return linear_function(OP_TYPE, opset, body, inputs, y, ATTRIBUTES)
+    return linear_function(OP_TYPE, opset, body, inputs, y, ATTRIBUTES, uses)
 
 
 def _matrix(

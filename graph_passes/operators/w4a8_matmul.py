@@ -15,13 +15,14 @@ import onnx_ir as ir
 from ortolan import _native
 
 from ..find.constants import lazy
+from ..find.convolutions import WINDOW_DEFAULTS
 from ..find.epilogue import Activation
 from ..find.quantized_weight import QuantizedWeight
 from ..weights.quantizers.grid import Quantization
 from .function_body import PANEL_COLUMNS
 from .group_function import TILE_INPUTS
 from .group_matmul import GroupMatMul, packed_floats
-from .linear_function import neutral_inputs_of_layer, uses_of_layers
+from .linear_function import neutral_inputs_of_layer, set_missing, uses_of_layers
 from .nodes import fill_missing, input_of, nodes_of
 from .replacement import LayerWeight, PackedTensor, PackedWeight
 from .w4a8_matmul_function import INPUTS, MIDDLE_ZERO_POINT, OP_TYPE, Uses, w4a8_matmul_function
@@ -107,16 +108,13 @@ class W4A8MatMul(GroupMatMul):
         """See `Replacement.fill_inputs`."""
         nodes = nodes_of(model, OP_TYPE)
         uses = _uses(nodes)
-        if uses.subgroups:  # an ONNX function cannot test whether a node has an attribute
-            for node in nodes:
-                for name, value in (("subgroup_size", 0), ("bits", 4)):
-                    if name not in node.attributes:
-                        node.attributes.add(ir.AttrInt64(name, value))
+        set_missing(nodes, {"subgroup_size": 0, "bits": 4} if uses.subgroups else {})
         if uses.k_quants:
             for node in nodes:
                 if "subgroup_zero_point" not in node.attributes:
                     node.attributes.add(ir.AttrInt64("subgroup_scale_bits", 8 - node.attributes["bits"].as_int()))
                     node.attributes.add(ir.AttrInt64("subgroup_zero_point", 0))
+        set_missing(nodes, WINDOW_DEFAULTS if uses.windows else {})
 
         def neutral(node: ir.Node) -> dict[str, np.ndarray]:
             n, k = node.attributes["n"].as_int(), node.attributes["k"].as_int()

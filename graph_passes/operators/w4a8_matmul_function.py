@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from .function_body import PANEL_COLUMNS, FunctionBody
 from .group_function import ATTRIBUTES, ROW_INPUTS, TILE_INPUTS, GroupRows, rounded_by_groups, zero_of
-from .linear_function import NORM_INPUTS, LayerUses, end_of_layer, linear_function
+from .linear_function import NORM_INPUTS, LayerUses, end_of_layer, linear_function, rows_of_product
 
 OP_TYPE = "W4A8MatMul"
 _SUBGROUP_INPUTS = ("subgroup_scales", "high_bits", "subgroup_minimums")
@@ -60,12 +60,13 @@ def w4a8_matmul_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir
     """Return the function for a model of this opset. unpack_once: see `Replacement.function`."""
     inputs = {name: ir.val(name) for name in INPUTS if uses.takes(name)}
     body = FunctionBody(opset)
-    product = body.op("MatMul", rounded_by_groups(body, inputs["X"]), _matrix(body, inputs, uses, unpack_once))
+    x = rows_of_product(body, inputs["X"], uses)
+    product = body.op("MatMul", rounded_by_groups(body, x), _matrix(body, inputs, uses, unpack_once))
     y = end_of_layer(body, product, inputs, uses)
     own = ["zero_point_steps"]
     own += ["subgroup_size", "bits"] if uses.subgroups else []
     own += ["subgroup_scale_bits", "subgroup_zero_point"] if uses.k_quants else []
-    return linear_function(OP_TYPE, opset, body, inputs, y, (*ATTRIBUTES, *own))
+    return linear_function(OP_TYPE, opset, body, inputs, y, (*ATTRIBUTES, *own), uses)
 
 
 def _matrix(body: FunctionBody, inputs: dict[str, ir.Value], uses: Uses, unpack_once: bool) -> ir.Value:

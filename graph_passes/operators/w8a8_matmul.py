@@ -9,10 +9,11 @@ import onnx_ir as ir
 
 from ortolan import _native
 
+from ..find.convolutions import WINDOW_DEFAULTS
 from ..find.stored_int8 import StoredInt8
 from ..weights.quantizers.grid import GROUP_SIZES, Quantization
 from .group_matmul import GroupMatMul, packed_floats
-from .linear_function import LayerUses, neutral_inputs_of_layer, uses_of_layers
+from .linear_function import LayerUses, neutral_inputs_of_layer, set_missing, uses_of_layers
 from .nodes import fill_missing, nodes_of
 from .replacement import LayerWeight, PackedTensor, PackedWeight
 from .w8a8_matmul_function import INPUTS, OP_TYPE, w8a8_matmul_function
@@ -52,7 +53,9 @@ class W8A8MatMul(GroupMatMul):
         def neutral(node: ir.Node) -> dict[str, np.ndarray]:
             return neutral_inputs_of_layer(node.attributes["n"].as_int(), node.attributes["gated_columns"].as_int())
 
-        fill_missing(nodes, INPUTS, _uses(nodes).needed_inputs(), neutral, new_name)
+        uses = _uses(nodes)
+        set_missing(nodes, WINDOW_DEFAULTS if uses.windows else {})
+        fill_missing(nodes, INPUTS, uses.needed_inputs(), neutral, new_name)
 
     def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
         """See `Replacement.function`."""

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from .function_body import PANEL_COLUMNS, FunctionBody
 from .group_function import ATTRIBUTES, ROW_INPUTS, GroupRows, rounded_by_groups, zero_of
-from .linear_function import NORM_INPUTS, LayerUses, end_of_layer, linear_function
+from .linear_function import NORM_INPUTS, LayerUses, end_of_layer, linear_function, rows_of_product
 
 OP_TYPE = "W8A8MatMul"
 INPUTS = ("X", "weights", "scales", "bias", "residual", *NORM_INPUTS)
@@ -16,9 +16,10 @@ def w8a8_matmul_function(opset: int, uses: LayerUses, unpack_once: bool = True) 
     """Return the function for a model of this opset. unpack_once: see `Replacement.function`."""
     inputs = {name: ir.val(name) for name in INPUTS if uses.norm or name not in NORM_INPUTS}
     body = FunctionBody(opset)
-    product = body.op("MatMul", rounded_by_groups(body, inputs["X"]), _matrix(body, inputs, unpack_once))
+    x = rows_of_product(body, inputs["X"], uses)
+    product = body.op("MatMul", rounded_by_groups(body, x), _matrix(body, inputs, unpack_once))
     y = end_of_layer(body, product, inputs, uses)
-    return linear_function(OP_TYPE, opset, body, inputs, y, ATTRIBUTES)
+    return linear_function(OP_TYPE, opset, body, inputs, y, ATTRIBUTES, uses)
 
 
 def _matrix(body: FunctionBody, inputs: dict[str, ir.Value], unpack_once: bool) -> ir.Value:

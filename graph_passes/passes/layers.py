@@ -49,6 +49,8 @@ class Layers:
     pad_token_id: int | None = None  # token id of padding; None: every masked position is padding
     # MatMul and Gemm nodes that fold_back can undo (find/quantized_forms.py)
     unified: list[ir.Node] = field(default_factory=list)
+    # MatMul nodes that fold_convolutions can undo (find/convolutions.py)
+    unfolded: list[ir.Node] = field(default_factory=list)
 
     def add(self, layer: Linear | NotLinear) -> None:
         """Start the layer's report, and remember its weight."""

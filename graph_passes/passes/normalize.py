@@ -14,6 +14,7 @@ from ortolan.progress import Stage
 
 from ..files.model_file import to_proto
 from ..find.constants import DEFAULT_DOMAINS, constant_tensor
+from ..find.convolutions import unfold_convolutions
 from ..find.dimensions import Dimensions
 from ..find.fused_forms import unfuse
 from ..find.quantized_forms import unify_quantized
@@ -29,8 +30,8 @@ class NormalizePass(RecipePass):
     """Rewrite the model so that the other passes can match it.
 
     Inline functions, raise an old opset, name nodes, turn Constant nodes into initializers, split fused operators
-    (find/fused_forms.py), compute lengths from inputs (lengths.py), and rewrite int8 layers to known forms
-    (find/quantized_forms.py).
+    (find/fused_forms.py), compute lengths from inputs (lengths.py), and rewrite int8 layers (find/quantized_forms.py)
+    and 1-D convolutions (find/convolutions.py) to known forms.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -44,6 +45,9 @@ class NormalizePass(RecipePass):
         ask_inputs(model, lambda wanted: self.context.new_name(model, wanted))
         if plan.replaces:  # the last pass `replace` undoes this for layers that are not replaced
             self.context.layers.unified += unify_quantized(model, lambda wanted: self.context.new_name(model, wanted))
+            self.context.layers.unfolded += unfold_convolutions(
+                model, lambda wanted: self.context.new_name(model, wanted)
+            )
         self.context.progress(Stage.NORMALIZE, 1, 1)
         return ir.passes.PassResult(model, modified=True)
 

@@ -18,6 +18,9 @@ MaybeDim CutAxis(const Dim& dim, const Element& begin, const Element& end, const
   const auto from = begin.AsInt(), to = end.AsInt(), by = step.AsInt();
   if (from && to && by && *by != 0 && dim.IsNumber()) return CutOf(*from, *to, *by, dim.number()).count;
   if (by != 1 || begin.AsDim() == nullptr || end.AsDim() == nullptr || (from && *from < 0)) return std::nullopt;
+  if (const int64_t most = INT32_MAX; from && to && *from < most && *to < 0 && *to > -most) {
+    if (const MaybeDim rest = Minus(dim, *from - *to)) return rest;  // never negative
+  }
   const bool whole = *end.AsDim() == dim || (to && *to >= kNoEnd);
   // Slices of a table, such as positions, are assumed to end within it. Minus proves it for symbols.
   const bool is_table = dim.IsNumber() && dim.number() > 1;
@@ -134,10 +137,33 @@ class Rules {
     for (const char* const name : {"gated_columns", "n", "N"}) width = width > 0 ? width : node_.Int(name, 0);
     if (!x || x->empty() || width <= 0) return std::nullopt;
     x->back() = width;
+    if (Ours() && !HasWindowsOf(*x)) return std::nullopt;
     const size_t residual = node_.type() == "SparseAMXMatMul" ? 5 : node_.type() == "VNNISpMM" ? 6 : 4;
     if (!Ours() || !node_.Has(residual)) return x;
     const MaybeShape both[] = {x, Shape(residual)};
     return BroadcastShapes(both);
+  }
+
+  // Change the frames of a linear layer's X, its second to last axis, to windows (matmul/windows.h). Return false if X
+  // has no such axis.
+  bool HasWindowsOf(DimShape& x) const {
+    const int64_t size = node_.Int("window", 1), stride = node_.Int("window_stride", 1);
+    const int64_t begin = node_.Int("window_pads_begin", 0), end = node_.Int("window_pads_end", 0);
+    if (size == 1 && stride == 1 && begin == 0 && end == 0) return true;
+    if (x.size() < 2) return false;
+    const size_t axis = x.size() - 2;
+    bool fits = true;
+    for (const int64_t one : {size, stride, begin + 1, end + 1}) fits = fits && 0 < one && one <= kMostWindow;
+    x[axis] = Or(fits ? CountWindows(x[axis], size, stride, begin + end) : std::nullopt, axis);
+    return true;
+  }
+
+  // Return the number of windows of `size` elements, which start `stride` elements apart.
+  static MaybeDim CountWindows(const Dim& length, int64_t size, int64_t stride, int64_t padding) {
+    if (stride == 1) return Plus(length, padding - size + 1);
+    const auto rest = Plus(length, padding - size);
+    if (!rest || !rest->IsNumber() || rest->number() < 0) return std::nullopt;
+    return rest->number() / stride + 1;
   }
 
   // NoMADAttention and MultiHeadAttention: the width is that of the queries.
@@ -472,12 +498,11 @@ class Rules {
     for (const int64_t one : {stride, dilation, kernel->number(), before + 1, after + 1}) {
       if (one < 1 || one > kMostWindow) return std::nullopt;
     }
-    const int64_t more = automatic.starts_with("SAME") ? 0 : before + after - dilation * (kernel->number() - 1);
-    if (stride == 1) return Plus(size, more);
-    const auto steps = Plus(size, more - 1);
-    if (!steps || !steps->IsNumber() || steps->number() < 0) return std::nullopt;
-    if (node_.Int("ceil_mode", 0) != 0 && steps->number() % stride != 0) return std::nullopt;
-    return steps->number() / stride + 1;
+    const int64_t reach = dilation * (kernel->number() - 1) + 1;
+    const int64_t padding = automatic.starts_with("SAME") ? reach - 1 : before + after;
+    const auto count = CountWindows(size, reach, stride, padding);
+    const bool rounds_up = node_.Int("ceil_mode", 0) != 0;
+    return rounds_up && count != CountWindows(size, reach, stride, padding + stride - 1) ? std::nullopt : count;
   }
 
   MaybeShape Conv(size_t) { return Convolved(Shape(node_.type() == "QLinearConv" ? 3 : 1)); }

@@ -9,6 +9,7 @@ namespace ortolan {
 namespace {
 
 constexpr float kNoNorm = -1.0f;  // the value of norm_epsilon without a norm
+constexpr const char* kWindow = "window";
 
 }  // namespace
 
@@ -64,6 +65,24 @@ void LinearOp::ReadAttributes(const OrtKernelInfo& info, LinearLayer& layer) {
   }
   layer.gated_columns = gated;
   ReadNorm(info, layer);
+  ReadWindows(info, layer);
+}
+
+void LinearOp::ReadWindows(const OrtKernelInfo& info, LinearLayer& layer) const {
+  Windows& windows = layer.windows;
+  const auto read = [&](const char* name, int64_t least) {
+    const int64_t value = IntAttributeOr(info, name, least);
+    if (value >= least && value <= Windows::kMost) return value;
+    throw OpError(ErrorText(node_, ": ", name, " is ", value, ", expected ", least, " to ", Windows::kMost, ". ",
+                            kOptimizeAgain));
+  };
+  windows = {read(kWindow, 1), read("window_stride", 1), read("window_pads_begin", 0), read("window_pads_end", 0)};
+  if (windows.AreRows()) return;
+  if (layer.hidden != nullptr || layer.w->k % windows.size != 0) {
+    throw OpError(ErrorText(node_, ": ", kWindow, " is ", windows.size, " with ", layer.w->k,
+                            " inputs, expected a divisor of them, and no hidden layer. ", kOptimizeAgain));
+  }
+  layer.device = nullptr;
 }
 
 void LinearOp::ReadNorm(const OrtKernelInfo& info, LinearLayer& layer) {
@@ -94,6 +113,11 @@ void LinearOp::Compute(KernelContext& context, Host& host) const {
   call.m = plan_->CountRows(shape, node_, x_name_);
   call.x = x_.In(x);
   call.bias = computes_bias_ ? Bias(context) : bias_.data();
+  if (const Windows& windows = plan_->layer().windows; !windows.AreRows()) {
+    int64_t& frames = shape[shape.size() - 2];
+    call.frames = frames;
+    frames = windows.Count(frames);
+  }
   shape.back() = plan_->layer().Columns();
   if (has_residual_) return AddResidual(context, host, call, shape);
   call.y = context.Output<float>(0, shape);
@@ -130,6 +154,7 @@ const float* LinearOp::Bias(const KernelContext& context) const {
 void LinearOp::InferShape(OrtShapeInferContext* context, LinearInputs inputs) {
   const size_t residual = IndexOf(inputs, "residual");
   if (HasMoreInputs(context, residual) && !HasOneElement(context, residual)) return;
+  if (ShapeAttributeOr(context, kWindow, 1) != 1 || ShapeAttributeOr(context, "window_stride", 1) != 1) return;
   if (!InferLastDimension(context, "gated_columns")) InferLastDimension(context, "n");
 }
 

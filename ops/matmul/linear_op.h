@@ -31,15 +31,15 @@ class LinearOp {
  public:
   void Compute(KernelContext& context, Host& host) const;
 
-  // Give Y the shape of X with another last dimension. The shape stays unknown if a residual may add dimensions by
-  // broadcasting. A one-element residual, which replaces a missing one, does not.
+  // Give Y the shape of X with another last dimension. The shape stays unknown if rows are windows, or if a residual
+  // may add dimensions by broadcasting. A one-element residual, which replaces a missing one, does not.
   static void InferShape(OrtShapeInferContext* context, LinearInputs inputs);
 
  protected:
   LinearOp(const OrtKernelInfo& info, const char* op_type, int64_t format_version, LinearInputs inputs);
 
-  // Called last in a kernel's constructor. layer: everything except what the attributes activation, gated_columns and
-  // norm_epsilon set.
+  // Called last in a kernel's constructor. layer: everything except what the attributes activation, gated_columns,
+  // norm_epsilon and window… set.
   void MakePlan(const OrtKernelInfo& info, LinearLayer layer);
 
   const std::string& node() const { return node_; }
@@ -56,6 +56,7 @@ class LinearOp {
  private:
   void ReadAttributes(const OrtKernelInfo& info, LinearLayer& layer);
   void ReadNorm(const OrtKernelInfo& info, LinearLayer& layer);
+  void ReadWindows(const OrtKernelInfo& info, LinearLayer& layer) const;
   AlignedConstant<float> ReadVector(const OrtKernelInfo& info, const char* name, int64_t n) const;
 
   const float* Bias(const KernelContext& context) const;

@@ -81,14 +81,27 @@ int64_t LinearPlan::RowChunk(const MatMulKernel& kernel) const {
 int64_t LinearPlan::CountRows(const std::vector<int64_t>& x_shape, const std::string& node,
                               const std::string& x_name) const {
   const int64_t inputs = layer_.Inputs();
-  if (x_shape.empty() || x_shape.back() != inputs) {
-    throw OpError(ErrorText(node, ": X '", x_name, "' has shape ", ShapeText(x_shape), ", expected [..., ", inputs,
+  const Windows& windows = layer_.windows;
+  const size_t outer = windows.AreRows() ? 1 : 2;
+  if (x_shape.size() < outer || x_shape.back() != inputs) {
+    throw OpError(ErrorText(node, ": X '", x_name, "' has shape ", ShapeText(x_shape), ", expected [..., ",
+                            outer == 1 ? "" : "frames, ", inputs,
                             "]. Feed the model inputs of the shapes it was exported for."));
   }
-  if (std::find(x_shape.begin(), x_shape.end(), 0) != x_shape.end()) return 0;
+  std::vector<int64_t> shape = x_shape;
+  if (outer == 2) {
+    int64_t& frames = shape[shape.size() - 2];
+    if (windows.Count(frames) == 0) {
+      throw OpError(ErrorText(node, ": X '", x_name, "' has shape ", ShapeText(x_shape), ", and ", frames,
+                              " frames are too few for a window of ", windows.size, " with ",
+                              windows.pads_begin + windows.pads_end, " frames of padding"));
+    }
+    frames = windows.Count(frames);
+  }
+  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return 0;
   int64_t rows = 1;
-  for (size_t i = 0; i + 1 < x_shape.size(); ++i) {
-    if (__builtin_mul_overflow(rows, x_shape[i], &rows) || rows > most_rows_) {
+  for (size_t i = 0; i + 1 < shape.size(); ++i) {
+    if (__builtin_mul_overflow(rows, shape[i], &rows) || rows > most_rows_) {
       throw OpError(ErrorText(node, ": X '", x_name, "' has shape ", ShapeText(x_shape), ", expected at most ",
                               most_rows_, " rows"));
     }
@@ -187,14 +200,56 @@ void LinearPlan::RunWithResidual(Host& host, LinearCall call, const std::vector<
   if (layer_.norm) Normalize(host, y, rows);
 }
 
+int64_t LinearPlan::PackedRows(const MatMulKernel& kernel) const {
+  return std::max<int64_t>(1, kChunkFloats / (FirstWeight().k * kernel.row_block)) * kernel.row_block;
+}
+
 void LinearPlan::Pack(Host& host, const MatMulKernel& kernel, const LinearCall& call, char* packed) const {
+  if (!layer_.windows.AreRows()) return PackWindows(host, kernel, call, packed);
   const MatMulWeight& w = FirstWeight();
   const int64_t row_bytes = kernel.packed_row_bytes(w);
-  const int64_t rows = std::max<int64_t>(1, kChunkFloats / (w.k * kernel.row_block)) * kernel.row_block;
+  const int64_t rows = PackedRows(kernel);
   host.ParallelFor(Chunks(call.m, rows), [&](int64_t chunk) {
     const int64_t begin = chunk * rows;
     kernel.pack(w, call.x + begin * w.k, w.k * static_cast<int64_t>(sizeof(float)), std::min(rows, call.m - begin),
                 packed + begin * row_bytes);
+  });
+}
+
+void LinearPlan::PackWindows(Host& host, const MatMulKernel& kernel, const LinearCall& call, char* packed) const {
+  const MatMulWeight& w = FirstWeight();
+  const Windows& windows = layer_.windows;
+  const int64_t channels = layer_.Inputs(), frames = call.frames, count = windows.Count(frames);
+  const int64_t block_rows = kernel.row_block, row_bytes = kernel.packed_row_bytes(w);
+  const int64_t float_bytes = static_cast<int64_t>(sizeof(float));
+  const auto rows_of = [&](int64_t block) { return std::min(block_rows, call.m - block * block_rows); };
+  // A kernel packs a block of rows at once, so a block with padding or of two sequences is copied. `copies` holds the
+  // number of copied blocks before each block.
+  std::vector<int64_t> copies(static_cast<size_t>(Chunks(call.m, block_rows) + 1));
+  for (size_t i = 0; i + 1 < copies.size(); ++i) {
+    const int64_t block = static_cast<int64_t>(i), first = block * block_rows;
+    copies[i + 1] = copies[i] + !windows.AreInside(first, first + rows_of(block) - 1, count, frames);
+  }
+  const HostMemory memory(host, copies.back() * block_rows * w.k * float_bytes);
+  float* const copied = reinterpret_cast<float*>(memory.data());
+  const auto pack_block = [&](int64_t block) {
+    const size_t i = static_cast<size_t>(block);
+    const int64_t first = block * block_rows, rows = rows_of(block);
+    char* const to = packed + first * row_bytes;
+    if (copies[i + 1] == copies[i]) {
+      const float* const x = windows.Row(call.x, first, count, frames, channels);
+      return kernel.pack(w, x, windows.stride * channels * float_bytes, rows, to);
+    }
+    float* const x = copied + copies[i] * block_rows * w.k;
+    for (int64_t row = 0; row < rows; ++row) {
+      windows.CopyRow(call.x, first + row, count, frames, channels, x + row * w.k);
+    }
+    kernel.pack(w, x, w.k * float_bytes, rows, to);
+  };
+  const int64_t blocks = Chunks(call.m, block_rows), together = PackedRows(kernel) / block_rows;
+  host.ParallelFor(Chunks(blocks, together), [&](int64_t chunk) {
+    const int64_t end = std::min(blocks, (chunk + 1) * together);
+    for (int64_t block = chunk * together; block < end; ++block) pack_block(block);
   });
 }
 

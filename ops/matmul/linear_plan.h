@@ -9,7 +9,8 @@
 // right after its product, and the normalization on each chunk of rows right after its last piece, while they are in
 // the cache.
 //
-// With a hidden layer (block_sparse_weight.h), X is the hidden layer's input and its outputs replace X above.
+// With a hidden layer (block_sparse_weight.h), X is the hidden layer's input and its outputs replace X above. With
+// windows (windows.h), the rows of the product are windows over the rows of X: a 1-D convolution.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +25,7 @@
 #include "matmul/block_sparse_weight.h"
 #include "matmul/kernel.h"
 #include "matmul/matmul_device.h"
+#include "matmul/windows.h"
 
 namespace ortolan {
 
@@ -47,17 +49,20 @@ struct LinearLayer {
   const float* hidden_bias = nullptr;         // [w->k]
   int64_t hidden_panel_inputs = 0;
   MatMulDevice* device = nullptr;  // another device that can multiply with w, or null; requires hidden == nullptr
+  // Requires w->k to be a multiple of windows.size; other than rows of X also hidden == nullptr and device == nullptr.
+  Windows windows;
 
   // Columns of Y.
   int64_t Columns() const { return gated_columns != 0 ? gated_columns : w->n; }
   // Columns of X.
-  int64_t Inputs() const { return hidden != nullptr ? hidden->k : w->k; }
+  int64_t Inputs() const { return hidden != nullptr ? hidden->k : w->k / windows.size; }
 };
 
 // Contiguous rows of X and of Y.
 struct LinearCall {
   const float* x = nullptr;
-  int64_t m = 0;
+  int64_t m = 0;                    // rows of Y, before a residual adds more
+  int64_t frames = 0;               // rows of X in each sequence; used only if the product's rows are windows
   float* y = nullptr;               // must not overlap other operands
   const float* bias = nullptr;      // [w->n], or null
   const float* residual = nullptr;  // [m][Columns()] or, with residual_row_bytes 0, [Columns()]; or null
@@ -75,8 +80,8 @@ class LinearPlan {
 
   const LinearLayer& layer() const { return layer_; }
 
-  // Return the number of rows of an X of this shape; 0 if it has no elements. Throws OpError, whose message starts with
-  // `node` and names X.
+  // Return the number of rows of the product with an X of this shape; 0 if it has no elements. Throws OpError, whose
+  // message starts with `node` and names X.
   int64_t CountRows(const std::vector<int64_t>& x_shape, const std::string& node, const std::string& x_name) const;
 
   void Run(Host& host, const LinearCall& call) const { RunProduct(host, call, layer_.norm.has_value()); }
@@ -96,6 +101,7 @@ class LinearPlan {
   void FinishProduct(Host& host, const LinearCall& call, const float* product, bool normalizes) const;
   const MatMulKernel& KernelFor(int64_t m) const;
   void Pack(Host& host, const MatMulKernel& kernel, const LinearCall& call, char* packed) const;
+  void PackWindows(Host& host, const MatMulKernel& kernel, const LinearCall& call, char* packed) const;
   void MultiplyHidden(Host& host, const MatMulKernel& kernel, int64_t m, const char* x, char* next) const;
   void Multiply(Host& host, const MatMulKernel& kernel, const LinearCall& call, const char* x, bool normalizes) const;
   void MultiplyPiece(const MatMulKernel& kernel, const MatMulArgs& rows, const LinearCall& call, int64_t row,
@@ -112,6 +118,7 @@ class LinearPlan {
   bool IsGated() const { return layer_.gated_columns != 0; }
   int64_t YRowBytes() const { return layer_.Columns() * static_cast<int64_t>(sizeof(float)); }
   int64_t RowChunk(const MatMulKernel& kernel) const;
+  int64_t PackedRows(const MatMulKernel& kernel) const;
   const MatMulWeight& FirstWeight() const { return layer_.hidden != nullptr ? *layer_.hidden : *layer_.w; }
 
   LinearLayer layer_;

@@ -17,6 +17,7 @@ from ortolan.graph_passes.files.model_file import ModelFile, external_tensors, l
 from ortolan.graph_passes.find.attention import NotAttention, find_attentions
 from ortolan.graph_passes.find.cached_attention import find_cached_attentions
 from ortolan.graph_passes.find.constants import DEFAULT_DOMAINS, constant_tensor
+from ortolan.graph_passes.find.convolutions import unfold_convolutions
 from ortolan.graph_passes.find.dimensions import Dimensions
 from ortolan.graph_passes.find.epilogue import Activation, describe_epilogue
 from ortolan.graph_passes.find.fused_forms import unfuse
@@ -282,6 +283,7 @@ def _write_known_forms(model: ir.Model) -> None:
         unfuse(model, new_name, tables=False)
         squeeze_weights(model, new_name)
     unify_quantized(model, new_name)
+    unfold_convolutions(model, new_name)
 
 
 def _packed_info(node: ir.Node) -> LinearInfo:

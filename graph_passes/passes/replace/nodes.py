@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import onnx_ir as ir
 
 from ...find.constants import remove_unused
+from ...find.convolutions import windows_of
 from ...find.linear import Linear
 from ...find.lut import graph_order
 from ...find.stored_int8 import dynamic_source, layer_input, remove_unused_dynamic
@@ -47,7 +48,7 @@ def put_node(
         last = max(own, key=graph_order(graph).__getitem__)
         old_values, new_values = [], []
     ir.convenience.replace_nodes_and_values(graph, last, [*own, *fused], nodes, old_values, new_values)
-    for value in (*weights, *read):
+    for value in (*weights, *read, *([given] if windows_of(given) else ())):
         if value is not None:
             remove_unused(value)
     _remove_rounding(first, given)
@@ -66,6 +67,9 @@ def _make_node(
     if rounding is not None and rounding.graph is not None and x is first.x:
         x = rounding.inputs[0]
         assert x is not None
+    windows = windows_of(x) if replacement.takes_windows and target.hidden is None else None
+    if windows is not None:
+        x = windows[1]
     narrow = linear.dtype != ir.DataType.FLOAT
     if narrow:  # the operator computes on float32
         before.append(ir.node("Cast", [x], {"to": ir.DataType.FLOAT}, name=f"{linear.name}/to_float"))
@@ -79,6 +83,8 @@ def _make_node(
         replacement.node_attributes(target.weight, epilogue.activation, target.gated_columns, epsilon),
         name=linear.name,
     )
+    for name, value in windows[0].attributes().items() if windows is not None else ():
+        node.attributes.add(ir.AttrInt64(name, value))
     if target.hidden is not None:
         node.attributes["hidden_k"] = ir.AttrInt64("hidden_k", target.hidden.mlp.hidden.k)
     y = node.outputs[0]

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from ortolan.errors import NothingToReplaceError
 from ortolan.progress import Stage
 
+from ...find.convolutions import fold_convolutions
 from ...find.epilogue import Activation, Epilogue, describe_epilogue
 from ...find.linear import Linear
 from ...find.quantized_forms import fold_back
@@ -89,6 +90,7 @@ class ReplacePass(RecipePass):
                 raise NothingToReplaceError(why_nothing(context))
             if not context.dry_run:
                 fold_back(model, context.layers.unified)
+                fold_convolutions(model, context.layers.unfolded, lambda wanted: context.new_name(model, wanted))
         note_copies(context, self._packer.copies)
         note_slow_bitmaps(context)
         if not context.dry_run and nodes_of(model, self.options.op):
