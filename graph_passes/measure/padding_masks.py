@@ -134,22 +134,26 @@ class PaddingMasks:
     def are_at_tokens(
         self,
         indices: ir.Value,
+        read: ir.Value,
         pad: int | None,
-        positions: Callable[[np.ndarray, int], np.ndarray | None],
+        positions: Callable[[np.ndarray, int, int], np.ndarray | None],
     ) -> bool:
         """Return whether indices, computed from the model's inputs, are positions that attention_mask does not mask.
 
         Args:
             indices: The indices.
+            read: The value [batch, tokens, width] that they index.
             pad: The token at masked positions; None: any token.
-            positions: Returns positions [batch, any] of indices for a batch; None: they have another form.
+            positions: Returns positions [batch, any] of indices, for numbers of sequences and tokens; None: the indices
+                have another form.
         """
         if self._from_tokens(indices, by_shapes=False) is not None:
             return False
-        for kept, found in self._runs(indices, pad=pad):
+        width = read.shape[-1] if read.shape is not None and isinstance(read.shape[-1], int) else 1
+        for kept, found in self._runs(indices, read, width, pad=pad):
             if found is None or not found.size or found.size % len(kept):
                 return False
-            at = positions(found, len(kept))
+            at = positions(found, *kept.shape)
             if at is None or not np.take_along_axis(kept, at % kept.shape[1], axis=1).all():
                 return False
         return True

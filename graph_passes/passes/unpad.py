@@ -413,33 +413,50 @@ def _dtype(value: ir.Value) -> ir.DataType | None:
     return value.dtype or (None if graph is None else Dimensions(graph).dtype(value))
 
 
-def _chosen_positions(node: ir.Node) -> ir.Value | None:
-    """Return the indices with which a node reads some positions of its first input; None for other nodes."""
-    return node.inputs[1] if node.op_type in ("GatherND", "GatherElements") and node.domain == "" else None
+def _choosers(node: ir.Node) -> list[ir.Node]:
+    """Return the nodes that read some positions of the first input of `node`: itself, or Gathers after a Flatten."""
+    if node.domain != "":
+        return []
+    if node.op_type == "Flatten" and integer_attribute(node, "axis", 1) == 2:
+        users = [use.node for use in node.outputs[0].uses()]
+        by_row = [one for one in users if one.op_type == "Gather" and integer_attribute(one, "axis", 0) == 0]
+        return by_row if len(by_row) == len(users) else []
+    return [node] if node.op_type in ("GatherND", "GatherElements") else []
 
 
 def _depends_on_tokens(node: ir.Node) -> bool:
-    indices = _chosen_positions(node)
-    return indices is not None and any(one.name == _IDS_NAME for one in sources_of(indices, by_shapes=False))
+    indices = [one.inputs[1] for one in _choosers(node)]
+    found = [one for value in indices if value is not None for one in sources_of(value, by_shapes=False)]
+    return any(one.name == _IDS_NAME for one in found)
 
 
 def _takes_tokens(node: ir.Node, value: ir.Value, masks: PaddingMasks, pad: int | None) -> bool:
     """Return True if a node reads only positions with a token, such as the last token of each sequence."""
-    indices = _chosen_positions(node)
-    if indices is None or node.inputs[0] is not value or indices is value:
+    choosers = _choosers(node)
+    return node.inputs[0] is value and bool(choosers) and all(_is_at_tokens(one, value, masks, pad) for one in choosers)
+
+
+def _is_at_tokens(node: ir.Node, value: ir.Value, masks: PaddingMasks, pad: int | None) -> bool:
+    indices = node.inputs[1]
+    if indices is None or indices is value:
         return False
-    if node.op_type == "GatherElements":
-        axis = integer_attribute(node, "axis", 0)
-        return axis in (1, -2) and masks.are_at_tokens(indices, pad, lambda found, batch: found.reshape(batch, -1))
-    count = integer_attribute(node, "batch_dims", 0)
+    rows = integer_attribute(node, "batch_dims", 0) if node.op_type == "GatherND" else None
+    if node.op_type == "GatherElements" and integer_attribute(node, "axis", 0) not in (1, -2):
+        return False
 
-    def positions(found: np.ndarray, batch: int) -> np.ndarray | None:
+    def positions(found: np.ndarray, batch: int, tokens: int) -> np.ndarray | None:
+        number = np.arange(batch)[:, None]
+        if node.op_type == "GatherElements":
+            return found.reshape(batch, -1)
+        if node.op_type == "Gather":
+            found = found.reshape(batch, -1)
+            return found % tokens if (found // tokens == number).all() else None
         found = found.reshape(batch, -1, found.shape[-1])
-        if count == 0 and found.shape[-1] == 2 and (found[..., 0] == np.arange(batch)[:, None]).all():
+        if rows == 0 and found.shape[-1] == 2 and (found[..., 0] == number).all():
             return found[..., 1]
-        return found[..., 0] if count == 1 and found.shape[-1] == 1 else None
+        return found[..., 0] if rows == 1 and found.shape[-1] == 1 else None
 
-    return masks.are_at_tokens(indices, pad, positions)
+    return masks.are_at_tokens(indices, value, pad, positions)
 
 
 def _takes_first(node: ir.Node, value: ir.Value) -> bool:

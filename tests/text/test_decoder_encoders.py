@@ -17,14 +17,13 @@ from ortolan.engines import EncoderEngine
 from ortolan.graph_passes.text.tokenizer_file import load_tokenizer
 from ortolan.models import tiny
 
+from .reranker import QWEN3, QWEN3_CONFIG, write_judge
 from .tokenizer_files import qwen3
 
 pytest.importorskip("onnxruntime_extensions")
 
 TEXTS = ["The cat sleeps.", "", "unaffable cats, 中文!", "the cat " * 9, "1234"]
 QUERY, TASK = "doesn't the cat sleep?", "Find cats"
-CONFIG = {"model_type": "qwen3", "pad_token_id": 0, "max_position_embeddings": 256}
-MODEL = {"vocab_size": 608, "qk_norm": True, "head_dim": 16}
 YES, NO = 7, 450
 INT8: dict[str, Any] = {"weights": "int8"}
 
@@ -47,13 +46,13 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The folders of an embedder and of its optimized form."""
     root = tmp_path_factory.mktemp("embedder")
     folder = root / "model"
-    write_json(folder / "config.json", CONFIG)
+    write_json(folder / "config.json", QWEN3_CONFIG)
     write_json(folder / "tokenizer_config.json", {"padding_side": "left", "model_max_length": 131072})
     write_modules(folder, Pooling={"pooling_mode_lasttoken": True, "include_prompt": True}, Normalize={})
     prompts = {"query": "Instruct: find it\nQuery:", "document": ""}
     write_json(folder / "config_sentence_transformers.json", {"prompts": prompts, "default_prompt_name": None})
     qwen3(folder / "tokenizer.json")
-    ir.save(tiny.tiny_llama_encoder(**MODEL), folder / "model.onnx")
+    ir.save(tiny.tiny_llama_encoder(**QWEN3), folder / "model.onnx")
     report = ortolan.optimize_onnx(folder, root / "fast", **INT8)
     assert any(note.startswith("padding is skipped") for note in report.notes), report.notes
     return folder, root / "fast"
@@ -97,13 +96,6 @@ def test_an_embedder_that_takes_texts(embedder: tuple[Path, Path], tmp_path: Pat
     found = ortolan.embed(TEXTS, tmp_path / "texts")
     np.testing.assert_allclose(found, ortolan.embed(TEXTS, fast), atol=1e-6)
     np.testing.assert_array_equal(found, np.concatenate([ortolan.embed([text], tmp_path / "texts") for text in TEXTS]))
-
-
-def write_judge(folder: Path, output: str = "logits", **config: Any) -> None:
-    """Write a decoder that judges pairs, or its conversion for sequence classification."""
-    write_json(folder / "config.json", {**CONFIG, "architectures": ["Qwen3ForCausalLM"], **config})
-    qwen3(folder / "tokenizer.json", ends=False)
-    ir.save(tiny.tiny_llama_encoder(output=output, **MODEL), folder / "model.onnx")
 
 
 def prompt_of(query: str, text: str, task: str) -> str:
@@ -204,8 +196,8 @@ def test_what_cannot_become_a_reranker(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not render a query and then a document"):
         ortolan.make_reranker(tmp_path / "judge", tmp_path / "out")
     (tmp_path / "judge" / "chat_template.jinja").unlink()
-    write_json(tmp_path / "judge" / "config.json", CONFIG)
-    ir.save(tiny.tiny_llama(**MODEL), tmp_path / "judge" / "model.onnx")
+    write_json(tmp_path / "judge" / "config.json", QWEN3_CONFIG)
+    ir.save(tiny.tiny_llama(**QWEN3), tmp_path / "judge" / "model.onnx")
     with pytest.raises(ModelError, match="expected attention_mask and no cache"):
         ortolan.make_reranker(tmp_path / "judge", tmp_path / "out")
     shutil.rmtree(tmp_path / "judge")
