@@ -220,7 +220,7 @@ class LlamaBuilder:
         past: list[ir.Value],
         prefix: str,
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """Return the attention's output, present key and present value."""
+        """Return the attention's output, present key and present value. past: the cached ones; empty: no cache."""
         graph, config = self.graph, self.config
 
         def heads(part: str, count: int) -> ir.Value:
@@ -233,8 +233,9 @@ class LlamaBuilder:
         query, key = heads("q", config.num_attention_heads), heads("k", config.num_key_value_heads)
         if rotation is not None:
             query, key = self.rotate(query, rotation), self.rotate(key, rotation)
-        key = graph.node("Concat", past[0], key, axis=2)
-        value = graph.node("Concat", past[1], heads("v", config.num_key_value_heads), axis=2)
+        value = heads("v", config.num_key_value_heads)
+        if past:
+            key, value = (graph.node("Concat", *pair, axis=2) for pair in zip(past, (key, value), strict=True))
 
         key_t = graph.node("Transpose", self.repeat_heads(key), perm=[0, 1, 3, 2])
         scores = graph.node("MatMul", query, key_t)

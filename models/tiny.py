@@ -13,6 +13,7 @@ from .bert import BertConfig, bert_weight_shapes, build_bert
 from .graph_builder import GraphBuilder, ModelBuildError, Shape, set_type, tensor_value
 from .llama import AttentionForm, build_llama
 from .llama_config import LlamaConfig, llama_weight_shapes
+from .llama_encoder import SCORE_WEIGHT, EncoderOutput, Positions, build_llama_encoder
 from .modernbert import ModernBertConfig, build_modernbert, modernbert_weight_shapes
 from .mpnet import MpnetConfig, build_mpnet, mpnet_weight_shapes
 
@@ -100,6 +101,28 @@ def tiny_llama(seed: int = 0, attention: AttentionForm = "standard", **overrides
     """Return a Llama decoder of build_llama with configuration TINY_LLAMA and `overrides`; see `tiny_bert`."""
     config = LlamaConfig(**{**vars(TINY_LLAMA), **overrides})
     return build_llama(random_weights(llama_weight_shapes(config), seed), config, "tiny_llama", attention)
+
+
+def tiny_llama_encoder(
+    seed: int = 0,
+    output: EncoderOutput = "last_hidden_state",
+    positions: Positions = "input",
+    bidirectional: bool = False,
+    pad_token_id: int = 0,
+    **overrides: Any,
+) -> ir.Model:
+    """Return an encoder of build_llama_encoder with configuration TINY_LLAMA and `overrides`; see `tiny_bert`."""
+    config = LlamaConfig(**{**vars(TINY_LLAMA), **overrides})
+    shapes = {**llama_weight_shapes(config), SCORE_WEIGHT: (1, config.hidden_size)}
+    return build_llama_encoder(
+        random_weights(shapes, seed),
+        config,
+        "tiny_llama_encoder",
+        output,
+        positions=positions,
+        bidirectional=bidirectional,
+        pad_token_id=pad_token_id,
+    )
 
 
 def mlp(

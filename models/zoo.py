@@ -356,6 +356,8 @@ ARCHITECTURES = (
     Architecture("convbert", _factorized, layer_softmaxes=1),
     Architecture("longformer", _roberta, options={"attention_window": 16}, tokens=32),
     Architecture("embedding-gemma", _gemma3, model_type="gemma3_text", options=_BIDIRECTIONAL),
+    Architecture("qwen3-embedding", _gemma, model_type="qwen3"),
+    Architecture("e5-mistral", _llama, model_type="mistral", options={"sliding_window": 4096}),
     Architecture("vit", _vit, _IMAGES),
     Architecture("deit", _vit, _IMAGES, model_class="DeiTForImageClassification"),
     Architecture("beit", _vit, _IMAGES, options={"use_relative_position_bias": True}),

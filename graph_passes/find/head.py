@@ -35,7 +35,7 @@ def select_rows(model: ir.Model, name: str, select: Callable[[ir.Value], ir.Node
     """
     graph = model.graph
     logits = find_logits(graph, name)
-    head, values = _head_of(logits, name)
+    head, values = find_head(logits, name)
     hidden = head.inputs[0]
     if hidden is None or _constant_of(hidden) is not None or (hidden.shape is not None and len(hidden.shape) != 3):
         found = "missing" if hidden is None else f"{hidden.name!r} of shape {hidden.shape}"
@@ -85,7 +85,7 @@ def _require_unread(graph: ir.Graph, head: ir.Node, values: list[ir.Value], name
             )
 
 
-def _head_of(logits: ir.Value, name: str) -> tuple[ir.Node, list[ir.Value]]:
+def find_head(logits: ir.Value, name: str) -> tuple[ir.Node, list[ir.Value]]:
     """Return the head, and the values from the logits back to its output, which are computed row by row."""
     values = [logits]
     while (node := values[-1].producer()) is not None and node.op_type not in _HEADS.get(node.domain, ()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -23,8 +23,13 @@ _POSITION_FREE = """
     LessOrEqual Max Min Mul Neg Not Or Reshape Shape Slice Squeeze Sub Transpose Unsqueeze Where
 """
 _POSITION_FREE_OPS = frozenset(_POSITION_FREE.split())
+# Operators that also tell positions apart, but only by integers among the constants that they read.
+_BY_POSITION_OPS = _POSITION_FREE_OPS | frozenset(("And", "CumSum", "Flatten", "Range", "Trilu"))
 _COUNTING = frozenset(("Cast", "Constant", "Equal", "ReduceSum", "Unsqueeze"))
 _MAX_SIZES = 8  # longer constants are not shapes
+_ANGLE_ERROR = 1e-3  # largest difference of a table from cosines or sines
+_MAX_WINDOW = 4224  # windows up to this number of tokens are looked for by a run on more tokens
+_VIEWS = frozenset(("Cast", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"))
 _FROM_TOKENS = frozenset(("MatMul", "Gemm", "FusedMatMul", "MatMulNBits", "MatMulInteger", "Einsum", "Softmax"))
 
 
@@ -55,6 +60,7 @@ class PaddingMasks:
         self._read_if_hidden = read_if_hidden
         self._first_tokens = first_tokens
         self._kinds: dict[ir.Value, str] = {}
+        self._causal: dict[ir.Value, bool] = {}
         self._dropped: dict[ir.Value, None] = {}
 
     def beside_padding(self, mask: ir.Value | None) -> ir.Value | None:
@@ -77,6 +83,36 @@ class PaddingMasks:
         self._dropped[mask] = None
         return None
 
+    def is_causal(self, mask: ir.Value) -> bool:
+        """Return whether a mask hides padding and all tokens after the query, and changes no other scores.
+
+        Only for masks that `beside_padding` accepts.
+        """
+        if mask not in self._causal:
+            self._causal[mask] = self._kind(mask) == "hides more" and self._hides_later_tokens(mask)
+            if self._causal[mask]:
+                self._dropped[mask] = None
+        return self._causal[mask]
+
+    def _hides_later_tokens(self, mask: ir.Value) -> bool:
+        longest = _longest_distance(mask)
+        if longest is None or self._first_tokens is not None:
+            return False
+        sizes = _SIZES if longest < _SIZES[0].sequence else (*_SIZES, Sizes(2, longest + 2, 0))
+        for kept, added in self._runs(mask, sizes=sizes):
+            batch, tokens = kept.shape
+            if added is None or added.ndim != 4:
+                return False
+            added = np.broadcast_to(added, (batch, *added.shape[1:3], tokens))
+            if added.shape[2] != tokens:
+                return False
+            earlier = np.tri(tokens, dtype=bool)
+            for row, shown in zip(kept, added, strict=True):
+                queries = shown[:, row]
+                if queries[:, earlier[row] & row].any() or (queries[:, ~earlier[row] & row] > _HIDES).any():
+                    return False
+        return True
+
     def is_at_hidden(self, number: bool, factor: ir.Value | None, hidden: ir.Value) -> bool:
         """Return whether `factor` equals `number` at all tokens that attention_mask masks.
 
@@ -95,13 +131,69 @@ class PaddingMasks:
                 return False
         return True
 
+    def are_at_tokens(
+        self,
+        indices: ir.Value,
+        read: ir.Value,
+        pad: int | None,
+        positions: Callable[[np.ndarray, int, int], np.ndarray | None],
+    ) -> bool:
+        """Return whether indices, computed from the model's inputs, are positions that attention_mask does not mask.
+
+        Args:
+            indices: The indices.
+            read: The value [batch, tokens, width] that they index.
+            pad: The token at masked positions; None: any token.
+            positions: Returns positions [batch, any] of indices, for numbers of sequences and tokens; None: the indices
+                have another form.
+        """
+        if self._from_tokens(indices, by_shapes=False) is not None:
+            return False
+        width = read.shape[-1] if read.shape is not None and isinstance(read.shape[-1], int) else 1
+        for kept, found in self._runs(indices, read, width, pad=pad):
+            if found is None or not found.size or found.size % len(kept):
+                return False
+            at = positions(found, *kept.shape)
+            if at is None or not np.take_along_axis(kept, at % kept.shape[1], axis=1).all():
+                return False
+        return True
+
+    def rotations(self, values: Collection[ir.Value]) -> list[ir.Value]:
+        """Return the tables of rotary embedding among values that depend only on the position in a sequence.
+
+        In such a table, row i has the cosines or sines of i times an angle, perhaps all times one factor, and only
+        products with it are computed. A table is returned if that of the other function is there too.
+        """
+        found: dict[ir.Value, tuple[str, np.ndarray]] = {}
+        inputs = set(self._model.graph.inputs)
+        for value in values:
+            if not _is_only_multiplied(value):
+                continue
+            if inputs & sources_of(value, by_shapes=False).keys() or self._from_tokens(value, by_shapes=False):
+                continue
+            table = [rows for _, rows in self._runs(value)][-1]
+            if table is None or table.ndim < 2 or table.size != table.shape[-2] * table.shape[-1]:
+                continue
+            table = table.reshape(table.shape[-2:])
+            if (kind := _function_of_angles(table)) is not None:
+                found[value] = kind, table
+        # The tables of one embedding have one scale and equal angles.
+        return [
+            value
+            for value, (kind, table) in found.items()
+            if any(
+                other != kind and rows.shape == table.shape and _is_constant(table**2 + rows**2)
+                for other, rows in found.values()
+            )
+        ]
+
     def find_first_tokens(self, mask: ir.Value | None) -> ir.Value | None:
         """Return the source of a mask that keeps the first n tokens, where n is the number of ones in attention_mask.
 
         The source has truth values [batch, 1, 1, tokens]. ONNX Runtime's transformers optimizer makes such masks
         (mask_index).
         """
-        for source in {} if mask is None else _sources(mask):
+        for source in {} if mask is None else sources_of(mask):
             node = source.producer()
             if node is None or node.op_type != "Less" or node.inputs[1] is None:
                 continue
@@ -125,7 +217,7 @@ class PaddingMasks:
             return None
         for one, other in (node.inputs, reversed(node.inputs)):
             assert one is not None and other is not None
-            if self._attention_mask in _sources(other) or self._attention_mask not in _sources(one):
+            if self._attention_mask in sources_of(other) or self._attention_mask not in sources_of(one):
                 continue
             if self._kind(one) == "padding":
                 return other
@@ -174,9 +266,9 @@ class PaddingMasks:
             does_more = does_more or bool(added[seen].any())
         return "padding" if not does_more and _is_position_free(mask, self._first_tokens) else "hides more"
 
-    def _from_tokens(self, value: ir.Value, but: ir.Value | None = None) -> ir.Node | None:
-        """Return a node that computes the value from tokens, or None."""
-        for source in _sources(value, but):
+    def _from_tokens(self, value: ir.Value, but: ir.Value | None = None, by_shapes: bool = True) -> ir.Node | None:
+        """Return a node that computes the value from tokens, or None. Arguments as for `sources_of`."""
+        for source in sources_of(value, but, by_shapes):
             node = source.producer()
             if source is but or node is None:
                 continue
@@ -185,7 +277,12 @@ class PaddingMasks:
         return None
 
     def _runs(
-        self, value: ir.Value, given: ir.Value | None = None, width: int = 0
+        self,
+        value: ir.Value,
+        given: ir.Value | None = None,
+        width: int = 0,
+        sizes: Sequence[Sizes] = _SIZES,
+        pad: int | None = None,
     ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
         """Yield some attention masks, as truth values, each with the value that the model computes from it.
 
@@ -193,6 +290,8 @@ class PaddingMasks:
             value: The value to compute.
             given: A value [batch, tokens, width] to replace by zeros.
             width: Its width.
+            sizes: The sizes of the masks.
+            pad: The token at all masked positions, and at no other; None: any token.
         """
         inputs = [*self._model.graph.inputs, *([] if given is None else [given])]
         part = ir.Model(ir.convenience.extract(self._model.graph, inputs, [value]), ir_version=self._model.ir_version)
@@ -202,10 +301,13 @@ class PaddingMasks:
         session = open_quietly(to_bytes(to_proto(part)))
         known = {one.name for one in session.get_inputs()}
         name = self._attention_mask.name or ""
-        for sizes in _SIZES:
-            feeds = synthetic_feeds(self._model, sizes)
+        for one in sizes:
+            feeds = synthetic_feeds(self._model, one)
             kept = _kept(*feeds[name].shape)
             feeds[name] = kept.astype(feeds[name].dtype)
+            if pad is not None:
+                ids = feeds["input_ids"]
+                feeds["input_ids"] = np.where(kept, np.where(ids == pad, ids + 1, ids), pad).astype(ids.dtype)
             if given is not None:
                 feeds[given.name or ""] = np.zeros((*kept.shape, width), np.float32)
             feeds = {key: array for key, array in feeds.items() if key in known}
@@ -249,9 +351,41 @@ def _first(kept: np.ndarray) -> np.ndarray:
     return first
 
 
+def _function_of_angles(table: np.ndarray) -> str | None:
+    """Return "cos" or "sin" if row i has that of i times an angle, with one factor for each column; else None."""
+    steps = np.arange(len(table))[:, None]
+    if len(table) < 3 or not np.isfinite(table).all():
+        return None
+    if (np.abs(table[0]) > _ANGLE_ERROR).all():
+        angles = np.arccos(np.clip(table[1] / table[0], -1, 1))
+        made = table[0] * np.cos(steps * angles)
+    elif not table[0].any():
+        # sin(2 a) = 2 sin(a) cos(a)
+        some = np.abs(table[1]) > 0
+        angles = np.arccos(np.clip(np.divide(table[2], 2 * table[1], out=np.ones_like(table[1]), where=some), -1, 1))
+        scale = np.divide(table[1], np.sin(angles), out=np.zeros_like(table[1]), where=np.sin(angles) != 0)
+        made = scale * np.sin(steps * angles)
+    else:
+        return None
+    return ("sin" if not table[0].any() else "cos") if np.abs(made - table).max() <= _ANGLE_ERROR else None
+
+
+def _is_only_multiplied(value: ir.Value) -> bool:
+    """Return whether a value is read only as a factor, perhaps after views."""
+    return all(
+        use.node.op_type == "Mul"
+        or (use.node.op_type in _VIEWS and use.idx == 0 and _is_only_multiplied(use.node.outputs[0]))
+        for use in value.uses()
+    )
+
+
+def _is_constant(rows: np.ndarray) -> bool:
+    return bool(np.abs(rows - rows[0]).max() <= _ANGLE_ERROR)
+
+
 def _is_position_free(mask: ir.Value, but: ir.Value | None) -> bool:
     """Return whether all nodes that compute a mask, except the nodes that compute `but`, treat all positions alike."""
-    for source in _sources(mask, but):
+    for source in sources_of(mask, but):
         tensor, node = constant_tensor(source), source.producer()
         if source is but:
             continue
@@ -263,8 +397,31 @@ def _is_position_free(mask: ir.Value, but: ir.Value | None) -> bool:
     return True
 
 
-def _sources(value: ir.Value, but: ir.Value | None = None) -> dict[ir.Value, None]:
-    """Return the value and all values that it is computed from, except the sources of `but`."""
+def _longest_distance(mask: ir.Value) -> int | None:
+    """Return the largest integer that a mask may compare distances of tokens with.
+
+    A run on more tokens shows every window. None: the mask may depend on positions in other ways, or the integer is
+    too large for a run.
+    """
+    longest = 0
+    for source in sources_of(mask, by_shapes=False):
+        tensor, node = constant_tensor(source), source.producer()
+        if tensor is not None:
+            if tensor.size > _MAX_SIZES:
+                return None
+            numbers = tensor.numpy().astype(np.float64).reshape(-1)
+            # Other numbers are values of masks and ends of slices.
+            longest = max([longest, *(int(abs(one)) for one in numbers if one > _HIDES and abs(one) < 2**24)])
+        elif node is not None and node.op_type not in _BY_POSITION_OPS:
+            return None
+    return longest if longest <= _MAX_WINDOW else None
+
+
+def sources_of(value: ir.Value, but: ir.Value | None = None, by_shapes: bool = True) -> dict[ir.Value, None]:
+    """Return the value and all values that it is computed from, except the sources of `but`.
+
+    by_shapes: Include values that only a Shape reads.
+    """
     found: dict[ir.Value, None] = {}
     waiting = [value]
     while waiting:
@@ -273,5 +430,6 @@ def _sources(value: ir.Value, but: ir.Value | None = None) -> dict[ir.Value, Non
             continue
         found[one] = None
         node = None if one is but else one.producer()
+        node = None if node is not None and node.op_type == "Shape" and not by_shapes else node
         waiting += [] if node is None else [source for source in node.inputs if source is not None]
     return found

@@ -16,7 +16,7 @@ mask the removed tokens; a mask that masks no other tokens is removed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,9 +28,10 @@ from ortolan.progress import Stage
 
 from ..find.constants import constant_tensor, remove_unused
 from ..find.dimensions import Dimensions
+from ..find.node_checks import integer_attribute
 from ..find.token_rows import NotByTokensError, TokenRows, find_token_rows, reduced_axes
 from ..measure.feeds import has_past
-from ..measure.padding_masks import MaskError, PaddingMasks
+from ..measure.padding_masks import MaskError, PaddingMasks, sources_of
 from ..names import ORTOLAN_DOMAIN, PADDING_KEY
 from ..operators.nodes import declare_operators, fill_missing, new_initializer, nodes_of, put_function
 from ..operators.nomad_attention_function import (
@@ -70,6 +71,7 @@ class _Read:
     first: bool  # the first position of each sequence
     others: bool  # all other positions except padding
     outputs: list[str]  # outputs of the model with a vector for each position
+    pad: int | None = None  # token id of padding; None: every masked position is padding
 
     @property
     def positions(self) -> slice:
@@ -111,18 +113,21 @@ class UnpadPass(RecipePass):
         for node in attentions:
             _check(model, node)
         rows = find_token_rows(attentions)
-        read = self._read(rows, PaddingMasks(model, given))
-        pad = self._pad_token(model, read.outputs) if read.others else None
+        read = self._read(model, rows, PaddingMasks(model, given))
+        pad = read.pad
         masks, own, first_tokens = _masks(model, given, attentions, read.positions)
+        causal = {node for node, mask in own.items() if mask is not None and masks.is_causal(mask)}
         declare_operators(model)
         kept = self._kept(model, given, first_tokens, read.first, pad)
-        self._enter(model, rows, kept)
+        self._enter(model, rows, kept, self._in_front(model, kept, masks.rotations(rows.entries)))
         self._resize(model, rows)
         self._leave(model, rows, kept)
         for node in attentions:
             node.op_type = PACKED_OP_TYPE
             node.resize_inputs(_KEPT + 1)
-            node.replace_input_with(_MASK, own[node])
+            node.replace_input_with(_MASK, None if node in causal else own[node])
+            if node in causal:
+                node.attributes["causal"] = ir.AttrInt64("causal", 1)
             node.replace_input_with(_KEPT, kept)
         neutral = {name: np.zeros(1, np.float32) for name in ("mask", "key", "value")}
         fill_missing(attentions, PACKED_INPUTS, (), lambda _: neutral, lambda name: self.context.new_name(model, name))
@@ -146,13 +151,24 @@ class UnpadPass(RecipePass):
             + (f"; {', '.join(read.outputs)} is 0 there" if read.outputs else "")
         )
 
-    def _read(self, rows: TokenRows, masks: PaddingMasks) -> _Read:
-        first = [self._check_exit(value, rows, masks) for value in rows.exits]
+    def _read(self, model: ir.Model, rows: TokenRows, masks: PaddingMasks) -> _Read:
         outputs = [value.name or "" for value in rows.exits if value.is_graph_output()]
-        return _Read(any(first), bool(outputs) and not self.options.drop_hidden, outputs)
+        by_tokens = [
+            use.node.name or ""
+            for value in rows.exits
+            for use in value.uses()
+            if use.node not in rows.nodes and _depends_on_tokens(use.node)
+        ]
+        pad = None
+        if outputs and not self.options.drop_hidden:
+            pad = self._pad_token(model, f"output {listing(outputs)} has a vector for each position")
+        elif by_tokens:
+            pad = self._pad_token(model, f"{by_tokens[0]!r} chooses a position by the tokens")
+        first = [self._check_exit(value, rows, masks, pad) for value in rows.exits]
+        return _Read(any(first), pad is not None, outputs, pad)
 
-    def _pad_token(self, model: ir.Model, outputs: Sequence[str]) -> int:
-        """Return the padding token, or raise NotByTokensError."""
+    def _pad_token(self, model: ir.Model, why: str) -> int:
+        """Return the padding token, or raise NotByTokensError. why: the reason why it is needed."""
         ids = _input(model, _IDS_NAME)
         if ids is None or ids.shape is None or len(ids.shape) != 2:
             problem = f"the model has no input {_IDS_NAME!r} [batch, tokens]"
@@ -166,8 +182,8 @@ class UnpadPass(RecipePass):
                     f"{error}; put config.json and the tokenizer's files next to the model, or set unpad.pad_token_id"
                 )
         raise NotByTokensError(
-            f"output {listing(outputs)} has a vector for each position, and the padding token is unknown: {problem}; "
-            "set unpad.drop_hidden if masked positions are not read"
+            f"{why}, and the padding token is unknown: {problem}; set unpad.drop_hidden if masked positions are not "
+            "read"
         )
 
     def _kept(
@@ -212,7 +228,7 @@ class UnpadPass(RecipePass):
         first = made("Where", cast(first, boolean), first, numbers(-1))
         return made("Concat", first, others, axis=1)
 
-    def _check_exit(self, value: ir.Value, rows: TokenRows, masks: PaddingMasks) -> bool:
+    def _check_exit(self, value: ir.Value, rows: TokenRows, masks: PaddingMasks, pad: int | None) -> bool:
         """Check that consumers outside the packed part do not read positions without a token.
 
         Returns:
@@ -231,12 +247,32 @@ class UnpadPass(RecipePass):
                 continue
             if _takes_first(node, value):
                 reads_first = True
-            elif not _replaces_hidden(node, value, masks):
+            elif not _replaces_hidden(node, value, masks) and not _takes_tokens(node, value, masks, pad):
                 raise NotByTokensError(f"{node.op_type} {node.name!r} may read positions without a token")
         return reads_first
 
-    def _enter(self, model: ir.Model, rows: TokenRows, kept: ir.Value) -> None:
-        """Pack the values that the packed part reads."""
+    def _in_front(self, model: ir.Model, kept: ir.Value, rotations: Collection[ir.Value]) -> dict[ir.Value, ir.Value]:
+        """Return the mask by which tables of rotary embedding are packed: `kept` without the padding in front.
+
+        Rotary embedding depends only on distances, so that every sequence may start at the table's first row. Otherwise
+        the last bits of its answer would depend on the padding in front.
+        """
+        if not rotations:
+            return {}
+        made = Nodes(model.opset_imports[""], self.context.new_name(model, f"{_MASK_NAME}/in_front"))
+        seen = made.cast(made.cast(kept, ir.DataType.BOOL), ir.DataType.INT64)
+        counted = made.op("CumSum", seen, made.integer(1))
+        before = made.sum(made.cast(made.op("Equal", counted, made.integer(0)), ir.DataType.INT64), 1, keepdims=1)
+        length = made.op("Slice", made.op("Shape", kept), made.ints(1), made.ints(2))
+        rotated = made.op("Mod", made.op("Add", made.count_to(length), before), length)
+        front = made.op("GatherElements", seen, rotated, axis=1)
+        front.dtype = ir.DataType.INT64
+        last = kept.producer()
+        model.graph.insert_before(model.graph[0] if last is None else _after(last), made.nodes)
+        return dict.fromkeys(rotations, front)
+
+    def _enter(self, model: ir.Model, rows: TokenRows, kept: ir.Value, in_front: Mapping[ir.Value, ir.Value]) -> None:
+        """Pack the values that the packed part reads. in_front: the masks of values that are not packed by `kept`."""
         for value, (rank, layout) in rows.entries.items():
             users = [(use.node, use.idx) for use in value.uses() if use.node in rows.nodes]
             first = min((node for node, _ in users), key=list(model.graph).index)
@@ -249,7 +285,7 @@ class UnpadPass(RecipePass):
             if layout.tokens != 1:
                 node = ir.node("Transpose", [read], {"perm": swapped})
                 read = self._insert(model, first, node, f"{value.name}/tokens_in_front", value)
-            packed = ir.node(PACK, [kept, read], domain=ORTOLAN_DOMAIN)
+            packed = ir.node(PACK, [in_front.get(value, kept), read], domain=ORTOLAN_DOMAIN)
             result = self._insert(model, first, packed, f"{value.name}/packed", value)
             if layout.tokens != 1:
                 node = ir.node("Transpose", [result], {"perm": swapped})
@@ -319,6 +355,14 @@ class UnpadPass(RecipePass):
         return value
 
 
+def _after(node: ir.Node) -> ir.Node:
+    """Return the next node of the graph."""
+    graph = node.graph
+    assert isinstance(graph, ir.Graph)
+    nodes = list(graph)
+    return nodes[nodes.index(node) + 1]
+
+
 def _input(model: ir.Model, name: str) -> ir.Value | None:
     return next((value for value in model.graph.inputs if value.name == name), None)
 
@@ -367,6 +411,52 @@ def _replaces_hidden(node: ir.Node, value: ir.Value, masks: PaddingMasks) -> boo
 def _dtype(value: ir.Value) -> ir.DataType | None:
     graph = value.graph
     return value.dtype or (None if graph is None else Dimensions(graph).dtype(value))
+
+
+def _choosers(node: ir.Node) -> list[ir.Node]:
+    """Return the nodes that read some positions of the first input of `node`: itself, or Gathers after a Flatten."""
+    if node.domain != "":
+        return []
+    if node.op_type == "Flatten" and integer_attribute(node, "axis", 1) == 2:
+        users = [use.node for use in node.outputs[0].uses()]
+        by_row = [one for one in users if one.op_type == "Gather" and integer_attribute(one, "axis", 0) == 0]
+        return by_row if len(by_row) == len(users) else []
+    return [node] if node.op_type in ("GatherND", "GatherElements") else []
+
+
+def _depends_on_tokens(node: ir.Node) -> bool:
+    indices = [one.inputs[1] for one in _choosers(node)]
+    found = [one for value in indices if value is not None for one in sources_of(value, by_shapes=False)]
+    return any(one.name == _IDS_NAME for one in found)
+
+
+def _takes_tokens(node: ir.Node, value: ir.Value, masks: PaddingMasks, pad: int | None) -> bool:
+    """Return True if a node reads only positions with a token, such as the last token of each sequence."""
+    choosers = _choosers(node)
+    return node.inputs[0] is value and bool(choosers) and all(_is_at_tokens(one, value, masks, pad) for one in choosers)
+
+
+def _is_at_tokens(node: ir.Node, value: ir.Value, masks: PaddingMasks, pad: int | None) -> bool:
+    indices = node.inputs[1]
+    if indices is None or indices is value:
+        return False
+    rows = integer_attribute(node, "batch_dims", 0) if node.op_type == "GatherND" else None
+    if node.op_type == "GatherElements" and integer_attribute(node, "axis", 0) not in (1, -2):
+        return False
+
+    def positions(found: np.ndarray, batch: int, tokens: int) -> np.ndarray | None:
+        number = np.arange(batch)[:, None]
+        if node.op_type == "GatherElements":
+            return found.reshape(batch, -1)
+        if node.op_type == "Gather":
+            found = found.reshape(batch, -1)
+            return found % tokens if (found // tokens == number).all() else None
+        found = found.reshape(batch, -1, found.shape[-1])
+        if rows == 0 and found.shape[-1] == 2 and (found[..., 0] == number).all():
+            return found[..., 1]
+        return found[..., 0] if rows == 1 and found.shape[-1] == 1 else None
+
+    return masks.are_at_tokens(indices, value, pad, positions)
 
 
 def _takes_first(node: ir.Node, value: ir.Value) -> bool:

@@ -15,14 +15,16 @@ import numpy as np
 
 from ortolan.errors import ModelError, listing
 
+from .pair_prompt import PairPrompts, read_pair_prompts
 from .pooling import ACTIVATIONS, POOLINGS, Dense
 from .token_outputs import LateInteraction, TermPooling, TokenLayer, read_late_interaction, read_term_pooling
 from .tokenizer_file import read_json
 
 MODULES = "modules.json"
-_SENTENCE_CONFIG = "config_sentence_transformers.json"
+SENTENCE_CONFIG = "config_sentence_transformers.json"
 _WEIGHTS = "model.safetensors"
 _MAX_BYTES = 2**30  # limit for the weights of a module
+_LOGIT_SCORE = "LogitScore"
 # Maps settings of older files to values of pooling_mode.
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -63,6 +65,7 @@ class SentenceFolder:
         vocabulary: Number of tokens in the model's table.
         late: Settings of a late-interaction model.
         terms: Settings of a model that weights terms.
+        pair_prompts: Prompts in which a reranker reads pairs.
     """
 
     pooling: str | None = None
@@ -79,6 +82,7 @@ class SentenceFolder:
     vocabulary: int | None = None
     late: LateInteraction | None = None
     terms: TermPooling | None = None
+    pair_prompts: PairPrompts | None = None
 
     @property
     def positions_behind_pad(self) -> bool:
@@ -109,7 +113,33 @@ def read_sentence_folder(folder: Path | None) -> SentenceFolder:
         said |= _late(folder, late)
     elif (folder / MODULES).is_file():
         said |= _modules(folder)
-    return SentenceFolder(**said)
+    return SentenceFolder(**said, pair_prompts=read_pair_prompts(folder))
+
+
+@dataclass(frozen=True)
+class LogitScore:
+    """The tokens whose logits are a reranker's score; false: its logit is subtracted, if it is given."""
+
+    true: int
+    false: int | None
+
+
+def read_logit_score(folder: Path) -> LogitScore | None:
+    """Return the settings of module LogitScore; None if the folder has no such module.
+
+    Raises:
+        ModelError: The module is malformed.
+    """
+    modules = dict(_read_modules(folder / MODULES)) if (folder / MODULES).is_file() else {}
+    if _LOGIT_SCORE not in modules:
+        return None
+    path = _inside(folder, modules[_LOGIT_SCORE]) / "config.json"
+    said = read_json(path)
+    true: Any = said.get("true_token_id")
+    false: Any = said.get("false_token_id")
+    _check(_is_count(true), path, "true_token_id", true)
+    _check(false is None or _is_count(false), path, "false_token_id", false)
+    return LogitScore(true, false)
 
 
 def _config(config: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -140,7 +170,12 @@ def _modules(folder: Path) -> dict[str, Any]:
     if kinds in (["Transformer", "SpladePooling"], ["MLMTransformer", "SpladePooling"]):
         (_, before), (_, after) = modules
         terms = read_term_pooling(_inside(folder, after) / "config.json")
-        return {"terms": terms} | _transformer(_inside(folder, before)) | _prompts(folder / _SENTENCE_CONFIG)
+        return {"terms": terms} | _transformer(_inside(folder, before)) | _prompts(folder / SENTENCE_CONFIG)
+    if kinds == ["Transformer", _LOGIT_SCORE]:
+        raise ModelError(
+            f"{str(folder)!r} holds a decoder that judges pairs by the logits of two tokens; make a reranker of it: "
+            "ortolan.make_reranker(folder, output)"
+        )
     if kinds != expected:
         raise ModelError(
             f"{str(folder / MODULES)!r} names the modules {', '.join(kinds)}, expected Transformer and Pooling, "
@@ -153,12 +188,12 @@ def _modules(folder: Path) -> dict[str, Any]:
         "normalize": "Normalize" in kinds,
         "dense": tuple(_dense(_inside(folder, path)) for kind, path in modules if kind == "Dense"),
     }
-    return said | _transformer(_inside(folder, paths["Transformer"])) | _prompts(folder / _SENTENCE_CONFIG)
+    return said | _transformer(_inside(folder, paths["Transformer"])) | _prompts(folder / SENTENCE_CONFIG)
 
 
 def _late(folder: Path, late: LateInteraction) -> dict[str, Any]:
     """Return the settings of a late-interaction model, with the linear layers of its modules."""
-    said = {"normalize": True, "max_tokens": late.document.length} | _prompts(folder / _SENTENCE_CONFIG)
+    said = {"normalize": True, "max_tokens": late.document.length} | _prompts(folder / SENTENCE_CONFIG)
     modules = _read_modules(folder / MODULES) if (folder / MODULES).is_file() else []
     kinds = [kind for kind, _ in modules]
     if kinds != [*["Transformer"] * bool(kinds), *["Dense"] * (len(kinds) - 1)]:
@@ -181,11 +216,11 @@ def _transformer(module: Path) -> dict[str, Any]:
 
 def _is_cross_encoder(folder: Path) -> bool:
     """Return whether sentence-transformers (5.7 or later) wrote a CrossEncoder; earlier versions wrote no modules."""
-    return bool(read_json(folder / _SENTENCE_CONFIG).get("model_type") == "CrossEncoder")
+    return bool(read_json(folder / SENTENCE_CONFIG).get("model_type") == "CrossEncoder")
 
 
 def _cross_encoder(folder: Path) -> dict[str, Any]:
-    path = folder / _SENTENCE_CONFIG
+    path = folder / SENTENCE_CONFIG
     activation = read_json(path).get("activation_fn")
     _check(activation is None or isinstance(activation, str), path, "activation_fn", activation)
     return {} if activation is None else {"activation": activation}

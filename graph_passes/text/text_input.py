@@ -20,11 +20,13 @@ from ..measure.feeds import model_inputs
 from ..measure.sessions import quiet_options
 from .batch import Batch, make_batch, positions
 from .nodes import EXTENSIONS_DOMAIN, NAMES, Nodes, graph_input
+from .pair_prompt import PairPrompt
 from .pooling import apply_dense, normalize, pool
 from .text_plan import EMBEDDING, TextInput, TextPlan, read_plan
 
 TEXT_INPUT, PAIR_INPUT, PROMPT_INPUT = "text", "text_pair", "prompt_name"
 SCORE = "score"
+_ONE_LENGTH = "text_and_text_pair_have_one_length"  # name of the node that fails otherwise
 # Limit for the relative error of vectors or scores between the models with and without a tokenizer. The models differ
 # in the summation order of pooling and in padding; padding matters if activations are quantized by a tensor's range.
 _MAX_TEXT_ERROR = 1e-2
@@ -90,7 +92,7 @@ def add_text_input(model: ir.Model, plan: TextPlan, probes: Sequence[str] = ()) 
     texts = [graph_input(TEXT_INPUT, ir.DataType.STRING, ["batch"])]
     if plan.scores:
         texts.append(graph_input(PAIR_INPUT, ir.DataType.STRING, ["batch"]))
-    prompt = _prompt_input(plan) if plan.folder.prompts else None
+    prompt = _prompt_input(plan) if plan.folder.prompts and not plan.scores else None
     read = texts if prompt is None else [_with_prompt(builder, plan, texts[0], prompt), *texts[1:]]
     batch = _tokenize(builder, plan, read)
     for value in model_inputs(model):
@@ -125,12 +127,27 @@ def _fed(nodes: Nodes, plan: TextPlan, batch: Batch, name: str) -> ir.Value:
 
 def _tokenize(nodes: Nodes, plan: TextPlan, texts: Sequence[ir.Value]) -> Batch:
     read = texts[0]
-    if len(texts) > 1:  # one tokenizer handles all first texts, then all second texts
+    if plan.pair is not None:
+        read = _in_prompt(nodes, plan.pair.inner, texts)
+    elif len(texts) > 1:  # one tokenizer handles all first texts, then all second texts
         rows = (nodes.op("Unsqueeze", one, nodes.ints(0)) for one in texts)
-        both = nodes.op("Concat", *rows, axis=0, name="text_and_text_pair_have_one_length")
+        both = nodes.op("Concat", *rows, axis=0, name=_ONE_LENGTH)
         read = nodes.op("Reshape", both, nodes.ints(-1))
     tokens = plan.tokenizer.tokenize(nodes, read)
     return make_batch(nodes, tokens, plan.template, plan.max_tokens, plan.file.pad_id, plan.length)
+
+
+def _in_prompt(nodes: Nodes, prompt: PairPrompt, texts: Sequence[ir.Value]) -> ir.Value:
+    """Return the prompts with queries and documents, strings [batch]."""
+    query, document = (nodes.op("Unsqueeze", one, nodes.ints(1)) for one in texts)
+    pairs = nodes.op("Concat", query, document, axis=1, name=_ONE_LENGTH)
+    query, document = nodes.many("Split", 2, pairs, nodes.ints(1, 1), axis=1)
+    shape = nodes.op("Shape", query)
+    before, between, after = (
+        nodes.op("Expand", nodes.texts(one), shape) for one in (prompt.before, prompt.between, prompt.after)
+    )
+    parts = nodes.op("Concat", before, query, between, document, after, axis=1)
+    return nodes.text_op("StringJoin", parts, nodes.texts(""), nodes.ints(1))
 
 
 def _prompt_input(plan: TextPlan) -> ir.Value:
@@ -285,7 +302,7 @@ def check_tokenizer(plan: TextPlan, texts: Sequence[str]) -> None:
 
     session = create_session(ir.to_proto(tokenizer_model(plan)), quiet_options())
     tokenizer = plan.file.tokenizer
-    tokenizer.enable_truncation(plan.max_tokens)
+    tokenizer.enable_truncation(plan.room)
     # Also compare a batch of ASCII texts, which takes a separate branch of the graph.
     for some in (texts, [text for text in texts if text.isascii()]):
         _compare(plan, session, some)
@@ -294,20 +311,18 @@ def check_tokenizer(plan: TextPlan, texts: Sequence[str]) -> None:
 
 def _compare(plan: TextPlan, session: Any, texts: Sequence[str]) -> None:
     seconds = [*texts[3:], *texts[:3]]  # second texts of pairs, some shorter and some longer than the first texts
-    given: list[str] | list[tuple[str, str]] = list(texts)
-    if plan.scores:
-        given = list(zip(texts, seconds, strict=True))
-    expected = plan.file.tokenizer.encode_batch(given)
+    given: list[tuple[str, ...]] = list(zip(texts, seconds, strict=True) if plan.scores else zip(texts, strict=True))
+    expected = plan.encode(plan.file.tokenizer, given)
     columns = [list(texts), seconds][: 2 if plan.scores else 1]
     feeds = {name: np.array(some, object) for name, some in zip((TEXT_INPUT, PAIR_INPUT), columns, strict=False)}
     try:
         ids, mask, types = session.run(None, feeds)
     except Exception as error:  # ONNX Runtime's exceptions share no base class
         raise ModelError(f"tokenizer file {plan.file.path!r} cannot be run in a graph: {one_line(error)}") from error
-    for text, want, row, kept, kinds in zip(given, expected, ids, mask, types, strict=True):
+    for text, (want, want_kinds), row, kept, kinds in zip(given, expected, ids, mask, types, strict=True):
         found = row[kept.astype(bool)].tolist()
-        if found != want.ids or kinds[kept.astype(bool)].tolist() != want.type_ids:
-            raise VerificationError(_difference(repr(text), found, want.ids))
+        if found != want or kinds[kept.astype(bool)].tolist() != want_kinds:
+            raise VerificationError(_difference(repr(text if plan.scores else text[0]), found, want))
 
 
 def _difference(text: str, found: Sequence[int], expected: Sequence[int]) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import onnx_ir as ir
 
@@ -17,6 +18,7 @@ from ..measure.feeds import fixed_sizes, model_inputs
 from .bpe import read_bpe
 from .nodes import OLDEST_OPSET, Nodes, Tokens
 from .padding import UnknownPaddingError, read_padding_id
+from .pair_prompt import PAIR_PROMPT, PairPrompt, SplitPrompt
 from .pooling import POOLINGS
 from .sentence_folder import SentenceFolder, folder_of, read_sentence_folder
 from .texts import find_tokenizer
@@ -44,7 +46,8 @@ class TextInput:
         normalize: Scale vectors to length 1 (default: yes).
         max_tokens: Longer texts are cut to this length, including special tokens. Default: the limit in
             sentence_bert_config.json, tokenizer_config.json or tokenizer.json.
-        prompt_name: Default prompt, from config_sentence_transformers.json, to put before texts.
+        prompt_name: Default prompt: from config_sentence_transformers.json, to put before texts, or a reranker's from
+            pair_prompt.json.
         activation: Activation of a reranker's scores: "sigmoid" (default, as in CrossEncoder) or "none".
     """
 
@@ -90,6 +93,7 @@ class TextSettings:
         activation: Activation of scores.
         length: The model's fixed number of tokens, to which texts are padded. None: the model accepts any number.
         terms: How weights of terms are computed; None: the model does not weight terms.
+        pair_prompt: The prompt in which a reranker reads a pair. None: it reads the pair as its tokenizer joins it.
     """
 
     file: TokenizerFile
@@ -103,6 +107,39 @@ class TextSettings:
     activation: str
     length: int | None = field(default=None, kw_only=True)
     terms: TermPooling | None = field(default=None, kw_only=True)
+    pair_prompt: PairPrompt | None = field(default=None, kw_only=True)
+
+    @cached_property
+    def pair(self) -> SplitPrompt | None:
+        """The prompt of a pair, with the tokens at its ends."""
+        return None if self.pair_prompt is None else self.pair_prompt.split(self.file)
+
+    @property
+    def room(self) -> int:
+        """The most tokens of a text or pair besides those of the prompt's ends.
+
+        Raises:
+            ModelError: The prompt alone is too long.
+        """
+        prompt = 0 if self.pair is None else len(self.pair.head) + len(self.pair.tail)
+        if prompt >= self.max_tokens:
+            raise ModelError(
+                f"max_tokens is {self.max_tokens}, expected more than the {prompt} tokens of the prompt; give "
+                "max_tokens (--max-tokens)"
+            )
+        return self.max_tokens - prompt
+
+    def encode(self, tokenizer: Any, given: Sequence[tuple[str, ...]]) -> list[tuple[list[int], list[int]]]:
+        """Return token ids and token types of texts or pairs.
+
+        tokenizer: The file's tokenizers.Tokenizer, which cuts texts to `room`.
+        """
+        if self.pair is None:
+            found = tokenizer.encode_batch([one if len(one) > 1 else one[0] for one in given])
+            return [(one.ids, one.type_ids) for one in found]
+        found = tokenizer.encode_batch([self.pair.join(*one) for one in given], add_special_tokens=False)
+        ids = [[*self.pair.head, *one.ids, *self.pair.tail] for one in found]
+        return [(one, [0] * len(one)) for one in ids]
 
 
 @dataclass(frozen=True)
@@ -114,6 +151,8 @@ class TextPlan(TextSettings):
     @property
     def template(self) -> Template:
         """The special tokens around a text, or if the model scores pairs, around a pair."""
+        if self.pair is not None:
+            return self.pair.template
         return self.file.pair if self.scores else self.file.single
 
     @property
@@ -127,6 +166,7 @@ class TextPlan(TextSettings):
             made += [f"{len(self.folder.dense)} dense"] if self.folder.dense and self.pooling is not None else []
             made += ["of length 1"] if self.normalize else []
         prompt = [f"prompt {self.prompt_name!r}"] if self.prompt_name else []
+        prompt += ["in a prompt"] if self.pair_prompt is not None and not prompt else []
         kind = self.file.said["model"]["type"]
         padded = [] if self.length is None else [f"padded to {self.length}"]
         return ", ".join([*made, f"{kind} tokenizer", f"up to {self.max_tokens} tokens", *padded, *prompt])
@@ -195,6 +235,7 @@ def read_settings(
             + "; leave it out"
         )
     pooling = None if scores or by_token or _is_flat(output) else text.pooling or folder.pooling or "mean"
+    name = _prompt_name(text, folder)
     return TextSettings(
         file=file,
         folder=folder,
@@ -203,10 +244,11 @@ def read_settings(
         pooling=pooling,
         normalize=_normalizes(text, folder, pooling),
         max_tokens=_max_tokens(text, folder, file, scores, table, tokens, length),
-        prompt_name=_prompt_name(text, folder),
+        prompt_name=name,
         activation=_activation(text, folder, scores),
         length=length,
         terms=terms,
+        pair_prompt=folder.pair_prompts.prompts[name] if scores and folder.pair_prompts is not None else None,
     )
 
 
@@ -368,12 +410,15 @@ def _usable(positions: int | None, folder: SentenceFolder, file: TokenizerFile) 
 
 
 def _prompt_name(text: TextInput, folder: SentenceFolder) -> str:
+    pairs = folder.pair_prompts
+    named = folder.prompts if pairs is None else pairs.prompts
     if text.prompt_name is None:
-        return folder.default_prompt or ""
-    if text.prompt_name and text.prompt_name not in folder.prompts:
+        return (folder.default_prompt or "") if pairs is None else pairs.default
+    if text.prompt_name not in named and (text.prompt_name or pairs is not None):
+        file = "config_sentence_transformers.json" if pairs is None else PAIR_PROMPT
         raise ModelError(
-            f"there is no prompt {text.prompt_name!r} in config_sentence_transformers.json, which has "
-            f"{listing(folder.prompts)}{suggestion(text.prompt_name, folder.prompts)}"
+            f"there is no prompt {text.prompt_name!r} in {file}, which has {listing(named)}"
+            f"{suggestion(text.prompt_name, named)}"
         )
     return text.prompt_name
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .optimize import optimize_onnx, search
     from .optimize_options import OptimizeOptions
     from .provider_inspection import ProviderInspection, ProviderNode, inspect_provider
+    from .reranker import make_reranker
     from .text_encoder import TextEncoder
     from .token_vectors import SparseVectors, TokenVectors, embed_sparse, embed_tokens
 
@@ -83,6 +84,7 @@ __all__ = [
     "inspect_onnx",
     "inspect_provider",
     "keep_last_logits",
+    "make_reranker",
     "optimize_onnx",
     "register",
     "register_provider",
@@ -119,6 +121,7 @@ _LAZY = {
     "inspect_onnx": "ortolan.inspection",
     "inspect_provider": "ortolan.provider_inspection",
     "keep_last_logits": "ortolan.last_logits",
+    "make_reranker": "ortolan.reranker",
     "optimize_onnx": "ortolan.optimize",
     "register": "ortolan.session",
     "register_provider": "ortolan.provider",

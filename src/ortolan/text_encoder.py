@@ -174,7 +174,9 @@ class TextEncoder:
         elif self._settings.folder.late is not None:
             self.kind, self._late = "late_interaction", LateTokens(self._settings, self.width)
             self.width = self._late.width
-        self._prompt = self._settings.folder.prompts.get(self._settings.prompt_name, "")
+        self._prompt = (
+            "" if self._settings.scores else self._settings.folder.prompts.get(self._settings.prompt_name, "")
+        )
 
     def _take_texts(self, inputs: Any, settings: TextInput | TextSettings) -> None:
         if not isinstance(settings, TextInput) or replace(settings, tokenizer=None, max_tokens=None) != TextInput():
@@ -194,7 +196,7 @@ class TextEncoder:
         with self._opening:  # a tokenizer must not be changed while other threads use it
             if self._opened is None:
                 tokenizer = self._settings.file.tokenizer
-                tokenizer.enable_truncation(self.max_tokens)
+                tokenizer.enable_truncation(self._settings.room)
                 self._opened = tokenizer
         return self._opened
 
@@ -222,7 +224,7 @@ class TextEncoder:
     def _tokenize(self, texts: Sequence[str]) -> list[Tokens]:
         if self._settings is None:
             return [Tokens((text,)) for text in texts]
-        return self._split([(text,) for text in texts], [self._prompt + text for text in texts])
+        return self._split([(text,) for text in texts], [(self._prompt + text,) for text in texts])
 
     def tokenize_pairs(self, query: str, texts: Sequence[str]) -> list[Tokens]:
         """Return the tokens of the query with each text, for a reranker. Raises errors like `tokenize`."""
@@ -246,9 +248,10 @@ class TextEncoder:
         cut = [list(ids)[: self.max_tokens] for ids in texts]
         return [Tokens((), ids, [0] * len(ids)) for ids in cut]
 
-    def _split(self, texts: Sequence[tuple[str, ...]], given: Sequence[Any]) -> list[Tokens]:
-        encodings = self._tokenizer.encode_batch(given)
-        return [Tokens(text, one.ids, one.type_ids) for text, one in zip(texts, encodings, strict=True)]
+    def _split(self, texts: Sequence[tuple[str, ...]], given: Sequence[tuple[str, ...]]) -> list[Tokens]:
+        assert self._settings is not None
+        encoded = self._settings.encode(self._tokenizer, given)
+        return [Tokens(text, ids, types) for text, (ids, types) in zip(texts, encoded, strict=True)]
 
     def run(self, batch: Sequence[Tokens]) -> np.ndarray:
         """Run one batch; return float32 [len(batch), width], or [len(batch)] for a reranker."""

@@ -23,7 +23,7 @@ from ortolan.models import tiny
 from ortolan.models.sparseml_form import quantized_form
 
 from ..provider.sessions import needs_provider
-from ..text.reranker import write_reranker
+from ..text.reranker import write_judge, write_reranker
 from ..text.wordpiece_file import write_wordpiece
 from .other_packages import NEEDS as OTHER_PACKAGES
 from .pages import ROOT, blocks, pages, run_bash, run_python
@@ -215,8 +215,10 @@ def test_vectors_and_ranked_texts(folder):
     shutil.copyfile(folder / "model.onnx", folder / "model" / "model.onnx")
     write_sentence_files(folder / "model")
     write_reranker(folder / "reranker")
+    write_judge(folder / "qwen3-reranker")
     names = run_page("embedding.md", folder)
     assert names["ranked"].index in (0, 1)
+    assert len(ortolan.rerank("how do cats sleep?", names["texts"], "fast-judge")) == 2
     texts = ["passage: The cat sleeps.", "query: how do cats sleep?"]
     prompted = ortolan.embed(texts, "fast", settings=ortolan.TextInput(prompt_name=""))
     assert np.array_equal(np.concatenate([names["passages"], names["queries"]]), prompted)

@@ -18,6 +18,7 @@ LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
 )
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 WORDS = ("the", "cat", "cats", "sleeps", "sleeping", "unaffable", "doesn't", "we'll", "1234", "2024,", "end.", "(see")
 WORDS += ("Crème", "brûlée", "Привет", "мир!", "日本語", "の", "テキスト", "한국어", "นี่", "नमस्ते", "fi", "--", "x²")
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
@@ -106,6 +107,20 @@ def llama3(path: Path, **model: Any) -> Path:
     return write(path, tokenizer, model=said["model"] | model)
 
 
+def qwen3(path: Path, ends: bool = True) -> Path:
+    """Write a tokenizer like that of Qwen3-Embedding, which pads in front and ends texts with a token, if `ends`."""
+    specials = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
+    split = pre_tokenizers.Split(Regex(QWEN2), "isolated")
+    before = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer = _train_byte_level(specials, before, ["yes", "no", *corpus()])
+    tokenizer.normalizer = normalizers.NFC()
+    template = processors.TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)])
+    level = processors.ByteLevel(trim_offsets=False)
+    tokenizer.post_processor = processors.Sequence([level, template]) if ends else level
+    tokenizer.enable_padding(direction="left", pad_id=0, pad_token="<|endoftext|>")
+    return write(path, tokenizer)
+
+
 def llama2(path: Path) -> Path:
     """Write a tokenizer like those of Llama 2 and Mistral.
 
@@ -176,7 +191,7 @@ KINDS: Mapping[str, Callable[[Path], Path]] = {
 }
 
 
-def _train_byte_level(specials: Sequence[str], before: Any) -> Any:
+def _train_byte_level(specials: Sequence[str], before: Any, texts: Sequence[str] | None = None) -> Any:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = before
     trainer = trainers.BpeTrainer(
@@ -185,7 +200,7 @@ def _train_byte_level(specials: Sequence[str], before: Any) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(corpus(), trainer)
+    tokenizer.train_from_iterator(texts or corpus(), trainer)
     return tokenizer
 
 
