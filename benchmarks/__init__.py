@@ -23,6 +23,7 @@ BENCHMARKS: Mapping[str, Callable[[BenchOptions, Progress], BenchResult]] = {
     "w4a8_matmul": _lazy("w4a8_matmul"),
     "w8a8_matmul": _lazy("w8a8_matmul"),
     "vnni_spmm": _lazy("vnni_spmm"),
+    "moe": _lazy("moe"),
     "lut_post_op": _lazy("lut_post_op"),
     "masked_matmul": _lazy("masked_matmul"),
     "nomad_attention": _lazy("nomad_attention"),

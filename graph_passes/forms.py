@@ -290,7 +290,7 @@ class Form(PassOptions):
         elif self.fuses_attention:
             steps.append({"name": "fuse_cached_attention", "precision": precision})
         if self.stored is not None:
-            steps += self._replace()
+            steps += [*self._experts(), *self._replace()]
         if self.fuses_norms:
             steps.append({"name": "fuse_norm"})
         if self.fuses_attention and self.cache is None:
@@ -333,6 +333,14 @@ class Form(PassOptions):
         # The last pass quantizes the layers that the others excluded.
         eight = {"name": "quantize", "bits": 8, "group_size": EIGHT_BIT_GROUP}
         return [step, *others, *([eight] if self.ignores_in_eight_bits else [])]
+
+    def _experts(self) -> list[Pass]:
+        """Return the pass that keeps stored experts, and rounds float experts of a dense format."""
+        dense = self.sparsity is None and self.pattern is None and self.skipped_inputs is None
+        if not dense or self.stored not in _BITS:
+            return []
+        size = {} if self._subgroup_size is None else {"subgroup_size": self._subgroup_size}
+        return [{"name": "experts", "bits": _BITS[self.stored], **size}]
 
     def _replace(self) -> list[Pass]:
         if self.pattern == BLOCKS:
@@ -405,6 +413,7 @@ ADOPT: Mapping[str, Any] = {
         {"name": "calibrate"},
         {"name": "fuse_attention", "precision": "bf16"},
         {"name": "fuse_cached_attention", "precision": "bf16"},
+        {"name": "experts"},
         # min_sparsity is the fraction of zero blocks (four outputs, one input).
         {"name": "replace", "op": "VNNISpMM", "min_sparsity": _native.LEAST_ZERO_BLOCKS},
         # min_sparsity is needed because a weight with one or two inputs fits 2:4 without any zero.

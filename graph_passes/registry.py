@@ -10,6 +10,7 @@ from .passes.cache.fuse_cached_attention import FuseCachedAttentionPass
 from .passes.calibrate import CalibratePass
 from .passes.context import RecipePass
 from .passes.embeddings import EmbeddingsPass
+from .passes.experts import ExpertsPass
 from .passes.float_activations import FloatActivationsPass
 from .passes.fuse_lut import FuseLutPass
 from .passes.fuse_norm import FuseNormPass
@@ -34,6 +35,7 @@ PASSES: dict[str, type[RecipePass]] = {
     "cache_prompt": CachePromptPass,
     "compress_cache": CompressCachePass,
     "fuse_cached_attention": FuseCachedAttentionPass,
+    "experts": ExpertsPass,
     "replace": ReplacePass,
     "fuse_lut": FuseLutPass,
     "fuse_norm": FuseNormPass,

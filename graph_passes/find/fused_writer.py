@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from ..names import ORTOLAN_DOMAIN
 from .constants import constant_tensor, lazy, opset_of, remove_unused
 from .dimensions import Dimensions
 from .node_checks import MICROSOFT_DOMAIN, UnfitError, expect, node_input
@@ -53,14 +54,26 @@ class Writer:
         given = list(inputs)
         while given[-1] is None:
             given.pop()
-        node = ir.node(op_type, given, attributes, domain=domain)
-        node.name = self._name if name == "" else self._new_name(f"{self._name}/{name or op_type}")
-        output = node.outputs[0]
-        output.name = self._new_name(f"{node.name}_output_0")
+        return self._add(ir.node(op_type, given, attributes, domain=domain), name, dtype)[0]
+
+    def top_k(self, x: ir.Value, k: int) -> tuple[ir.Value, ir.Value]:
+        """Add a TopK over the last axis and return the values, float32, and their indices."""
+        values, indices = self._add(ir.node("TopK", [x, self.ints(k)], num_outputs=2), None, ir.DataType.FLOAT)
+        indices.dtype = ir.DataType.INT64
+        return values, indices
+
+    def operator(self, op_type: str, inputs: Sequence[ir.Value | None], attributes: Sequence[ir.Attr]) -> ir.Value:
+        """Add one of Ortolan's operators under the fused node's name and return its output, float32."""
+        return self._add(ir.Node(ORTOLAN_DOMAIN, op_type, inputs, attributes), "", ir.DataType.FLOAT)[0]
+
+    def _add(self, node: ir.Node, name: str | None, dtype: ir.DataType | None) -> Sequence[ir.Value]:
+        node.name = self._name if name == "" else self._new_name(f"{self._name}/{name or node.op_type}")
+        for index, output in enumerate(node.outputs):
+            output.name = self._new_name(f"{node.name}_output_{index}")
         if dtype is not None:
-            output.dtype = dtype
+            node.outputs[0].dtype = dtype
         self._nodes.append(node)
-        return output
+        return node.outputs
 
     def contrib(self, op_type: str, *inputs: ir.Value | None, name: str = "", **attributes: int | float) -> ir.Value:
         """Add a com.microsoft operator and return its first output, float32."""

@@ -69,12 +69,22 @@ def read_blocks(linear: _native.Linear) -> StoredInt4:
     [n, blocks]. Zero points are uint8 [n, ceil(blocks / 2)], packed like the codes, or [n, blocks] in the type of the
     scales. Scales and zero points may be flattened.
     """
-    k, n, block_size = linear.k, linear.n, linear.block_size
-    blocks = -(-k // block_size)
     packed, scales = required_constant(linear.codes), required_constant(linear.scales)
-    zero_points = constant_tensor(linear.zero_points)
+    return blocks_of(linear.k, linear.n, linear.block_size, packed, scales, constant_tensor(linear.zero_points))
+
+
+def blocks_of(
+    k: int,
+    n: int,
+    block_size: int,
+    packed: ir.TensorProtocol,
+    scales: ir.TensorProtocol,
+    zero_points: ir.TensorProtocol | None,
+) -> StoredInt4:
+    """Return the 4-bit weight [k, n] of tensors in the layout of MatMulNBits (`read_blocks`)."""
+    blocks = -(-k // block_size)
     group_size = group_size_of(k, block_size)
-    spread = partial(_spread, blocks=blocks, block_size=block_size, group_size=group_size, k=k)
+    spread = partial(spread_blocks, blocks=blocks, block_size=block_size, group_size=group_size, k=k)
 
     def numbers() -> np.ndarray:
         """Return the codes [k, n], 0 … 15."""
@@ -127,7 +137,7 @@ def read_dequantized(linear: _native.Linear) -> StoredInt4:
 
     def spread(array: np.ndarray) -> np.ndarray:
         rows = np.broadcast_to(array, (1, n)) if array.ndim < 2 else array.T if transposed else array
-        return _spread(rows, blocks, block_size, group_size, k)
+        return spread_blocks(rows, blocks, block_size, group_size, k)
 
     symmetric = codes.dtype == ir.DataType.INT4 and zero_points is None
     # Shifts int4 codes and zero points from -8 … 7 to 0 … 15.
@@ -194,7 +204,7 @@ def group_size_of(k: int, block_size: int) -> int:
     raise UnfitError(f"its block_size is {block_size}, expected a multiple of 32")
 
 
-def _spread(rows: np.ndarray, blocks: int, block_size: int, group_size: int, k: int) -> np.ndarray:
+def spread_blocks(rows: np.ndarray, blocks: int, block_size: int, group_size: int, k: int) -> np.ndarray:
     """Expand [blocks, n] to [groups, n]."""
     groups = -(-k // group_size)
     return rows if (blocks, block_size) == (groups, group_size) else rows[np.arange(groups) * group_size // block_size]

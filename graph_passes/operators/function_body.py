@@ -14,7 +14,7 @@ class FunctionBody:
     """The nodes of a function, in the order in which they are added."""
 
     def __init__(self, opset: int) -> None:
-        self._opset = opset
+        self.opset = opset
         self._tape = ir.tape.Tape()
 
     @property
@@ -73,7 +73,7 @@ class FunctionBody:
         return self._reduce("ReduceMean", x, axis)
 
     def _reduce(self, op_type: str, x: ir.Value, axis: int) -> ir.Value:
-        if self._opset >= 18:
+        if self.opset >= 18:
             return self.op(op_type, x, self.ints(axis), keepdims=1)
         return self.op(op_type, x, axes=[axis], keepdims=1)
 

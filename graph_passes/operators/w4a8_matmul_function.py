@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,18 +71,29 @@ def w4a8_matmul_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir
 
 
 def _matrix(body: FunctionBody, inputs: dict[str, ir.Value], uses: Uses, unpack_once: bool) -> ir.Value:
+    """Return W [k, n]."""
+    rows = GroupRows(body)
+    zero = zero_of(body, inputs["X"], unpack_once)
+    return dequantized(body, rows, inputs, uses, nibbles_in_order(body, rows, inputs["weights"], zero), zero)
+
+
+def nibbles_in_order(body: FunctionBody, rows: GroupRows, weights: ir.Value, zero: ir.Value) -> ir.Value:
+    """Return the nibbles of packed weights as float32 [input, column]."""
+    # [panel, pair of rows, nibble, column, input in row] -> [input, column].
+    shifts = body.op("Add", body.constant(np.array([[0], [4]], np.int64)), zero)
+    pairs = body.op("Unsqueeze", weights, body.ints(2))
+    return _in_order(body, rows, _bits_at(body, pairs, shifts, body.constant(np.array(16, np.uint8))))
+
+
+def dequantized(
+    body: FunctionBody, rows: GroupRows, inputs: Mapping[str, ir.Value], uses: Uses, q: ir.Value, zero: ir.Value
+) -> ir.Value:
     """Return W [k, n]: scales (s (q - z) - zero_points / zero_point_steps) + minimums subgroup_minimums.
 
     s and z are the two parts of the input subgroup_scales; with K-quants z is an attribute. A single value of an input
-    applies to all weights.
+    applies to all weights. q: the low 4 bits, float32 [input, column].
     """
     op = body.op
-    rows = GroupRows(body)
-    zero = zero_of(body, inputs["X"], unpack_once)
-    # [panel, pair of rows, nibble, column, input in row] -> [input, column].
-    shifts = op("Add", body.constant(np.array([[0], [4]], np.int64)), zero)
-    pairs = op("Unsqueeze", inputs["weights"], body.ints(2))
-    q = _in_order(body, rows, _bits_at(body, pairs, shifts, body.constant(np.array(16, np.uint8))))
     if uses.high_bits:
         q = op("Add", q, op("Mul", _high_bits(body, rows, inputs["high_bits"], zero), body.number(16)))
 

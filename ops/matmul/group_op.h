@@ -8,6 +8,11 @@
 
 namespace ortolan {
 
+// Read a weight [k, n] in groups, and check it. Its inputs and attributes are named <prefix>weights, <prefix>scales and
+// so on. node: for messages.
+GroupWeight ReadGroupWeight(const OrtKernelInfo& info, LinearInputs inputs, const std::string& prefix,
+                            const GroupKind& kind, int64_t k, int64_t n, const std::string& node);
+
 class GroupOp : public LinearOp {
  protected:
   // Open a device that multiplies with the weight, which must outlive it; null if none was requested or found. node:

@@ -9,12 +9,11 @@
 #include "host/op_error.h"
 #include "isa/kernel_table.h"
 #include "isa/tuning.h"
+#include "matmul/kernel_choice.h"
 
 namespace ortolan {
 namespace {
 
-// Approximate cost of expanding a weight, in multiply-adds, once per chunk of rows.
-constexpr int64_t kExpandMacs = 4;
 // Floats of X or Y that a thread packs or normalizes at once.
 constexpr int64_t kChunkFloats = int64_t{1} << 14;
 // Bytes of Y that a tile kernel writes before its epilogue.
@@ -29,11 +28,8 @@ template <typename Body>
 void ForEachPiece(Host& host, const MatMulKernel& kernel, int64_t m, int64_t row_chunk, int64_t panels,
                   int64_t panel_inputs, const Body& body) {
   const int64_t row_chunks = Chunks(m, row_chunk);
-  const int64_t row_macs = std::min(m, row_chunk) / kernel.speed;
-  const int64_t panel_macs = panel_inputs * kPanelColumns * (kExpandMacs + row_macs);
-  const int64_t most_chunks = std::clamp<int64_t>(panels * panel_macs / ActiveTuning().piece_macs, 1, panels);
-  const int64_t together = m < kManyRows ? std::max(kPanelsOfFewRows, kernel.panels_together) : kernel.panels_together;
-  const int64_t chunk_panels = Chunks(Chunks(panels, most_chunks), together) * together;
+  const int64_t panel_macs = PanelMacs(kernel, std::min(m, row_chunk), panel_inputs);
+  const int64_t chunk_panels = PiecePanels(panels, panel_macs, PanelsTogether(kernel, m));
   const int64_t panel_chunks = Chunks(panels, chunk_panels);
   host.ParallelFor(panel_chunks * row_chunks, [&](int64_t task) {
     const int64_t panel = task % panel_chunks * chunk_panels;
@@ -49,22 +45,15 @@ LinearPlan::LinearPlan(const LinearLayer& layer, Features features)
       layer_norm_(SelectKernel(EpilogueKernels(), features).layer_norm) {
   const int64_t inputs = std::max(layer_.Inputs(), layer_.w->k);
   int64_t row_bytes = std::max({layer_.Inputs(), layer_.w->k, layer_.w->n}) * static_cast<int64_t>(sizeof(float));
-  for (const MatMulKernel& kernel : layer_.kernels) {
-    if (!features.Has(kernel.needs) || kernel.most_inputs < inputs) continue;
-    kernels_.push_back(&kernel);
-    row_bytes = std::max(row_bytes, kernel.packed_row_bytes(FirstWeight()) + kernel.packed_row_bytes(*layer_.w));
-    if (kernel.least_rows <= 1) break;
+  kernels_ = SupportedKernels(layer_.kernels, features, inputs);
+  for (const MatMulKernel* kernel : kernels_) {
+    row_bytes = std::max(row_bytes, kernel->packed_row_bytes(FirstWeight()) + kernel->packed_row_bytes(*layer_.w));
   }
   // Limit sizes to half of int64, so that the additions to these products cannot overflow.
   most_rows_ = std::numeric_limits<int64_t>::max() / 2 / row_bytes - layer_.row_chunk;
 }
 
-const MatMulKernel& LinearPlan::KernelFor(int64_t m) const {
-  for (const MatMulKernel* kernel : kernels_) {
-    if (kernel->least_rows <= m) return *kernel;
-  }
-  return *kernels_.back();
-}
+const MatMulKernel& LinearPlan::KernelFor(int64_t m) const { return KernelForRows(kernels_, m); }
 
 int64_t LinearPlan::RowChunk(const MatMulKernel& kernel) const {
   const bool reads_tiles = kernel.speed > 1 && layer_.tile_bytes != 0;

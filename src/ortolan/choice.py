@@ -10,6 +10,7 @@ from typing import Any
 from ortolan.graph_passes.auto.bits import BitSettings
 from ortolan.graph_passes.auto.budget import Limit, read_limit
 from ortolan.graph_passes.files.model_file import ModelFile
+from ortolan.graph_passes.find.experts import count_stored_experts
 from ortolan.graph_passes.find.linear import count_stored, why_not_kept
 from ortolan.graph_passes.forms import ADOPT, PRESETS, Form
 from ortolan.graph_passes.names import AUTO
@@ -194,7 +195,7 @@ def _count_stored(source: ModelFile) -> tuple[int, dict[str, str]]:
     """Return the number of layers whose quantized weights can be kept; if it is 0, also return the reasons by layer."""
     try:
         drop_listed_initializers(source.model)
-        stored = count_stored(source.model)
+        stored = count_stored(source.model) + count_stored_experts(source.model)
         return stored, {} if stored else why_not_kept(source.model)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         # Malformed models raise errors of many types. If the model cannot be read, no recipe can be chosen.

@@ -1,0 +1,52 @@
+// Chooses kernels and divides products into pieces of work, for all plans that multiply with packed panels.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "isa/tuning.h"
+#include "matmul/kernel.h"
+
+namespace ortolan {
+
+// Return the kernels that this CPU and a weight of `inputs` inputs support, best first.
+inline std::vector<const MatMulKernel*> SupportedKernels(std::span<const MatMulKernel> kernels, Features features,
+                                                         int64_t inputs) {
+  std::vector<const MatMulKernel*> found;
+  for (const MatMulKernel& kernel : kernels) {
+    if (!features.Has(kernel.needs) || kernel.most_inputs < inputs) continue;
+    found.push_back(&kernel);
+    if (kernel.least_rows <= 1) break;
+  }
+  return found;
+}
+
+// Return the fastest of the supported kernels for m rows. All give the same bits.
+inline const MatMulKernel& KernelForRows(std::span<const MatMulKernel* const> kernels, int64_t m) {
+  for (const MatMulKernel* kernel : kernels) {
+    if (kernel->least_rows <= m) return *kernel;
+  }
+  return *kernels.back();
+}
+
+// Return the cost in multiply-adds of a panel of `inputs` inputs, which is expanded once for m rows.
+inline int64_t PanelMacs(const MatMulKernel& kernel, int64_t m, int64_t inputs) {
+  constexpr int64_t kExpandMacs = 4;  // approximate cost of expanding a weight
+  return inputs * kPanelColumns * (kExpandMacs + m / kernel.speed);
+}
+
+// Return the number of panels multiplied together for m rows.
+inline int64_t PanelsTogether(const MatMulKernel& kernel, int64_t m) {
+  return m < kManyRows ? std::max(kPanelsOfFewRows, kernel.panels_together) : kernel.panels_together;
+}
+
+// Return the number of panels of a piece of work: a multiple of `together`, large enough to hand to another thread.
+inline int64_t PiecePanels(int64_t panels, int64_t panel_macs, int64_t together) {
+  const auto divided_up = [](int64_t count, int64_t by) { return (count + by - 1) / by; };
+  const int64_t most_pieces = std::clamp<int64_t>(panels * panel_macs / ActiveTuning().piece_macs, 1, panels);
+  return divided_up(divided_up(panels, most_pieces), together) * together;
+}
+
+}  // namespace ortolan
