@@ -23,6 +23,7 @@ from ortolan.models import tiny
 from ortolan.models.sparseml_form import quantized_form
 
 from ..provider.sessions import needs_provider
+from ..text.late_folders import write_colbert, write_splade
 from ..text.reranker import write_judge, write_reranker
 from ..text.wordpiece_file import write_wordpiece
 from .other_packages import NEEDS as OTHER_PACKAGES
@@ -216,7 +217,12 @@ def test_vectors_and_ranked_texts(folder):
     write_sentence_files(folder / "model")
     write_reranker(folder / "reranker")
     write_judge(folder / "qwen3-reranker")
+    write_colbert(folder / "colbert")
+    write_splade(folder / "splade")
     names = run_page("embedding.md", folder)
+    found = ortolan.rerank("how do cats sleep?", names["texts"], folder / "colbert")
+    np.testing.assert_allclose([one.score for one in found], sorted(names["scores"], reverse=True), rtol=1e-5)
+    assert len(names["indices"]) == len(names["values"]) <= 64
     assert names["ranked"].index in (0, 1)
     assert len(ortolan.rerank("how do cats sleep?", names["texts"], "fast-judge")) == 2
     texts = ["passage: The cat sleeps.", "query: how do cats sleep?"]
