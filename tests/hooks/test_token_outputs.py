@@ -1,7 +1,4 @@
-"""Optimized ColBERT, SPLADE and GLiNER models in the loaders of fastembed, sentence-transformers and gliner.
-
-Skipped where these packages are not installed.
-"""
+"""Optimized ColBERT and SPLADE models in fastembed's own loaders; skipped if it is not installed."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ import ortolan
 from ortolan.models import tiny
 
 from ..text.late_folders import DOCUMENT, QUERY, write_colbert, write_json, write_splade
-from .folders import write_bert
 
 TEXTS = ["the cat, unaffable!", "sleep", "the sleeping cat under the unaffable cat"]
 SPECIAL = {"pad": "[PAD]", "mask": "[MASK]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]"}
@@ -73,21 +69,3 @@ def test_fastembed_splade(tmp_path: Path) -> None:
     for found, expected in zip(model.embed(TEXTS), ortolan.embed_sparse(TEXTS, tmp_path / "fast"), strict=True):
         np.testing.assert_array_equal(found.indices, expected[0])
         np.testing.assert_allclose(found.values, expected[1], rtol=1e-6)
-
-
-def test_sparse_encoder(tmp_path: Path) -> None:
-    pytest.importorskip("optimum.onnxruntime")
-    encoders = pytest.importorskip("sentence_transformers")
-    cpu = {"provider": "CPUExecutionProvider"}
-    folder = write_bert(tmp_path / "model", "BertForMaskedLM")
-    exported = encoders.SparseEncoder(str(folder), backend="onnx", model_kwargs=dict(cpu), device="cpu")
-    exported.save_pretrained(str(tmp_path / "exported"))
-    ortolan.optimize_onnx(tmp_path / "exported", tmp_path / "fast", weights="int8")
-    options = cpu | {"session_options": ortolan.register()}
-    model = encoders.SparseEncoder(str(tmp_path / "fast"), backend="onnx", model_kwargs=options, device="cpu")
-    rows = model.encode(["the cat sat", "a dog"]).to_dense().numpy()
-    for row, (indices, values) in zip(
-        rows, ortolan.embed_sparse(["the cat sat", "a dog"], tmp_path / "fast"), strict=True
-    ):
-        np.testing.assert_array_equal(np.flatnonzero(row), indices)
-        np.testing.assert_allclose(row[indices], values, rtol=1e-5)
