@@ -51,7 +51,7 @@ def frame_count(value: ir.Value) -> int | None:
     if value.shape is None or len(value.shape) != 3 or _convolution(value) is None:
         return None
     for _ in range(_MAX_NODES):
-        uses = current.uses()
+        uses = tuple(current.uses())
         if len(uses) != 1:
             return None
         node = uses[0].node
