@@ -339,8 +339,8 @@ class Form(PassOptions):
         dense = self.sparsity is None and self.pattern is None and self.skipped_inputs is None
         if not dense or self.stored not in _BITS:
             return []
-        size = {} if self._subgroup_size is None else {"subgroup_size": self._subgroup_size}
-        return [{"name": "experts", "bits": _BITS[self.stored], **size}]
+        size = {} if self._subgroup_size is None else {"expert_subgroup_size": self._subgroup_size}
+        return [{"name": "experts", "expert_bits": _BITS[self.stored], **size}]
 
     def _replace(self) -> list[Pass]:
         if self.pattern == BLOCKS:

@@ -1,7 +1,7 @@
 """Replace mixtures of experts (QMoE and MoE) with Ortolan's operator MoE.
 
-Stored integers are kept exactly. Float experts are rounded if the pass has `bits`. Standard operators route: TopK, and
-Softmax over the selected logits.
+Stored integers are kept exactly. Float experts are rounded if the pass has `expert_bits`. Standard operators route:
+TopK, and Softmax over the selected logits.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ class ExpertsOptions(PassOptions):
     """Options of pass `experts`."""
 
     # Bits of experts that the model stores as floats; None: they are not replaced.
-    bits: int | None = field(default=None, metadata=takes("int", choices=(4, 5, 6, 8), none=True))
+    expert_bits: int | None = field(default=None, metadata=takes("int", choices=(4, 5, 6, 8), none=True))
     # 4, 5 and 6 bits: inputs that share an integer scale and zero point.
-    subgroup_size: int = field(default=SUBGROUP_SIZES[0], metadata=takes("int", choices=SUBGROUP_SIZES))
+    expert_subgroup_size: int = field(default=SUBGROUP_SIZES[0], metadata=takes("int", choices=SUBGROUP_SIZES))
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
 
     @property
     def quantization(self) -> Quantization | None:
         """Return the format of experts that are stored as floats."""
-        if self.bits in (None, 8):
-            return None if self.bits is None else Quantization(8, EIGHT_BIT_GROUP)
-        assert self.bits is not None
-        return Quantization(self.bits, GROUPS_OF_SUBGROUPS[-1], symmetric=False, subgroup_size=self.subgroup_size)
+        bits, size = self.expert_bits, self.expert_subgroup_size
+        if bits is None or bits == 8:
+            return None if bits is None else Quantization(8, EIGHT_BIT_GROUP)
+        return Quantization(bits, GROUPS_OF_SUBGROUPS[-1], symmetric=False, subgroup_size=size)
 
 
 class ExpertsPass(RecipePass):
@@ -121,7 +121,7 @@ class ExpertsPass(RecipePass):
         report = context.layers.reports[node.outputs[0]]
         report.reason, report.new_op = None, OP_TYPE
         report.status = "would replace" if context.dry_run else "replaced"
-        report.weight_bits = self.options.bits if node.op_type == MOE else min(stored_bits(node))
+        report.weight_bits = self.options.expert_bits if node.op_type == MOE else min(stored_bits(node))
         report.bytes_before = experts.up.nbytes + experts.down.nbytes
         if context.dry_run:
             return
