@@ -28,6 +28,7 @@ class LlamaConfig:
         qk_norm: The query and key of each head are normalized before the rotation (Qwen3, Gemma 3).
         sandwich_norms: The outputs of attention and of the MLP are normalized too (Gemma 2 and 3).
         attention_scale: Factor of the attention's scores. None means 1 / sqrt(head_dim).
+        attention_sinks: Each head has a further score without a value, `self_attn.sinks` (gpt-oss).
         attention_softcap: Scores become softcap tanh(scores / softcap) (Gemma 2). 0: they stay.
         logit_softcap: The same for logits.
         activation: Activation of the gate, "silu" or "gelu_tanh" (Gemma).
@@ -58,6 +59,7 @@ class LlamaConfig:
     qk_norm: bool = False
     sandwich_norms: bool = False
     attention_scale: float | None = None
+    attention_sinks: bool = False
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     activation: Literal["silu", "gelu_tanh"] = "silu"
@@ -144,6 +146,8 @@ def llama_weight_shapes(config: LlamaConfig) -> dict[str, Shape]:
         if config.qkv_bias:
             for part, size in (("q", query), ("k", key_value), ("v", key_value)):
                 shapes[f"{prefix}.self_attn.{part}_proj.bias"] = (size,)
+        if config.attention_sinks:
+            shapes[f"{prefix}.self_attn.sinks"] = (config.num_attention_heads,)
         if config.qk_norm:
             for part in ("q", "k"):
                 shapes[f"{prefix}.self_attn.{part}_norm.weight"] = (config.head_size,)

@@ -94,6 +94,9 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
         """Return the output, present key and present value of attention."""
         graph, config, prefix = self.graph, self.config, f"model.layers.{layer}.self_attn"
         rotation = self.rotary_tables(layer)
+        sinks: list[ir.Value | None] = []
+        if config.attention_sinks:  # behind tables, position_ids and attention_bias
+            sinks = [None] * (4 - len(rotation)) + [self.weight(f"{prefix}.sinks")]
         attributes: dict[str, float] = {}
         if config.window(layer):
             attributes["local_window_size"] = config.window(layer)
@@ -107,6 +110,7 @@ class GroupQueryLlamaBuilder(LlamaBuilder):
             *past,
             *lengths,
             *rotation,
+            *sinks,
             outputs=3,
             domain=MICROSOFT_DOMAIN,
             num_heads=config.num_attention_heads,

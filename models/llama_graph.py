@@ -244,11 +244,24 @@ class LlamaBuilder:
         else:
             scores = self.scaled(scores, config.attention_scale)
         scores = graph.node("Add", self.capped(scores, config.attention_softcap), mask)
-        context = graph.node("MatMul", graph.node("Softmax", scores, axis=-1), self.repeat_heads(value))
+        context = graph.node("MatMul", self.softmax(scores, f"{prefix}.sinks"), self.repeat_heads(value))
         context = graph.node("Transpose", context, perm=[0, 2, 1, 3])
         width = config.num_attention_heads * config.head_size
         context = graph.node("Reshape", context, graph.constant([0, 0, width]))
         return self.linear(context, f"{prefix}.o_proj"), key, value
+
+    def softmax(self, scores: ir.Value, sinks: str) -> ir.Value:
+        """Return the attention weights, as transformers computes them for gpt-oss if there are sinks."""
+        graph = self.graph
+        if not self.config.attention_sinks:
+            return graph.node("Softmax", scores, axis=-1)
+        column = graph.node("Reshape", self.weight(sinks), graph.constant([1, -1, 1, 1]))
+        sizes = [graph.unsqueeze(graph.shape_of(scores, axis), 0) for axis in range(3)]
+        column = graph.node("Expand", column, graph.node("Concat", *sizes, graph.constant([1]), axis=0))
+        scores = graph.node("Concat", scores, column, axis=-1)
+        scores = graph.node("Sub", scores, graph.node("ReduceMax", scores, axes=[-1], keepdims=1))
+        weights = graph.node("Softmax", scores, axis=-1)
+        return graph.node("Slice", weights, graph.constant([0]), graph.constant([-1]), graph.constant([3]))
 
     def rotate(self, x: ir.Value, rotation: tuple[ir.Value, ir.Value]) -> ir.Value:
         """Return the rotated x: x * cos + concat(-second half of x, first half of x) * sin."""

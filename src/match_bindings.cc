@@ -220,6 +220,8 @@ class PyDimensions {
     found["head_dim"] = match.head_dim;
     found["scale"] = match.scale;
     found["softcap"] = match.softcap;
+    found["window"] = match.window;
+    found["sinks"] = py::tuple(py::cast(match.sinks));
     found["masks"] = Tuple(match.masks);
     found["causal"] = match.causal;
     found["zero_hidden_rows"] = match.zero_hidden_rows;

@@ -52,6 +52,8 @@ class Attention:
     softcap: float  # scores become softcap tanh(scores / softcap); 0: they stay
     masks: tuple[Mask, ...]  # the sum of all masks is added to the scores
     causal: bool
+    window: int  # causal attention: number of latest keys that a query sees, its own included; 0: all
+    sinks: tuple[float, ...]  # a further score of each head, without a value (gpt-oss); empty: none
     zero_hidden_rows: bool  # fully masked rows give zeros instead of NaN
     nodes: set[ir.Node]  # nodes that the operator replaces
     products: list[ir.Node] = field(default_factory=list)  # the two MatMuls of the attention

@@ -11,7 +11,6 @@ import onnx_ir as ir
 
 from .attention import Mask, NotAttention, found_in
 from .dimensions import Dimensions
-from .graph import window_of
 
 
 @dataclass(eq=False)
@@ -39,13 +38,14 @@ class CachedAttention:
     softcap: float = 0.0  # as in Attention
     masks: tuple[Mask, ...] = ()  # the sum of all masks is added to the scores
     causal: bool = False
+    window: int = 0  # as in Attention
+    sinks: tuple[float, ...] = ()  # as in Attention
     zero_hidden_rows: bool = False
     lengths: ir.Value | None = None  # int32, tokens of each sequence minus 1; None: past + rows for all
-    cos: ir.Value | None = None  # table of the rotary embedding, [positions, head width / 2]
+    cos: ir.Value | None = None  # table of the rotary embedding, [positions, head width / 2], or of fewer columns
     sin: ir.Value | None = None
     interleaved: bool = False
     products: list[ir.Node] = field(default_factory=list)
-    window: int = 0  # number of latest keys that a token sees, its own included; 0: all
 
     @property
     def names(self) -> list[str]:
@@ -55,8 +55,4 @@ class CachedAttention:
 
 def find_cached_attentions(graph: ir.Graph | Dimensions) -> list[CachedAttention | NotAttention]:
     """Return cached attention and similar subgraphs of one graph, in graph order, without If and Loop bodies."""
-    found = found_in(graph, True, CachedAttention)
-    for match in found:
-        if isinstance(match, CachedAttention):
-            match.window = window_of(match.node)
-    return found
+    return found_in(graph, True, CachedAttention)

@@ -15,7 +15,6 @@ _INPUT, _OUTPUT, _CONSTANT, _DEFAULT = 1, 2, 4, 8  # flags of a value
 _MOST_ELEMENTS = 16  # limit of tensor attributes
 _KINDS = ir.AttributeType
 _PLAIN = frozenset((_KINDS.INT, _KINDS.FLOAT, _KINDS.STRING, _KINDS.INTS, _KINDS.FLOATS))
-_WINDOW = "local_window_size"
 _PACKED = (ir.DataType.INT4, ir.DataType.UINT4)  # NumPy stores a byte for each of them
 
 
@@ -28,17 +27,6 @@ def native_graph(graph: ir.Graph) -> _native.Graph:
         return None if tensor is None else _array(tensor)
 
     return _native.Graph(skeleton.values, skeleton.graphs, opset_of(graph), read)
-
-
-def window_of(node: ir.Node) -> int:
-    """Return the number of latest keys that a token sees in GroupQueryAttention, its own included; 0: all.
-
-    The rules do not know windows. `find_cached_attentions` adds them to the attention that is found.
-    """
-    window = node.attributes.get(_WINDOW)
-    if node.op_type != "GroupQueryAttention" or window is None or window.type != _KINDS.INT or window.is_ref():
-        return 0
-    return max(window.as_int(), 0)
 
 
 def native_linears(model: ir.Model) -> dict[ir.Node, _native.Linear | tuple[Any, str, bool]]:
@@ -74,7 +62,7 @@ class _Skeleton:
             for name, attribute in node.attributes.items():
                 kind = attribute.type
                 if kind in _PLAIN:
-                    if not attribute.is_ref() and not (name == _WINDOW and window_of(node)):
+                    if not attribute.is_ref():
                         plain[name] = attribute.value
                 elif kind == _KINDS.GRAPH and not attribute.is_ref():
                     graphs[name] = len(self._waiting)

@@ -25,6 +25,7 @@ INPUTS = ("query", "mask", "key", "value")
 PACKED_INPUTS = (*INPUTS, "kept")
 _OPERANDS = ("query", "key", "value")
 _LOWEST = float(np.finfo(np.float32).min)
+_LAST = np.iinfo(np.int64).max  # end of a Slice
 ATTRIBUTES = {
     "num_heads": ir.AttributeType.INT,
     "kv_num_heads": ir.AttributeType.INT,
@@ -36,6 +37,8 @@ ATTRIBUTES = {
 # With their defaults; functions have them if a node does.
 SOFTCAP = ir.AttrFloat32("softcap", 0.0)
 REPRODUCIBLE = ir.AttrString("reproducible", "")
+WINDOW = ir.AttrInt64("local_window_size", 0)
+SINKS = ir.AttrFloat32s("head_sink", (-np.inf,))
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Uses:
     by_rows: frozenset[str] = frozenset(_OPERANDS)  # operands that are [B, S, heads D] in some nodes
     softcap: bool = False  # some nodes set this attribute
     reproducible: bool = False  # some nodes set this attribute
+    sinks: bool = False  # some nodes set the attribute head_sink
+    window: bool = False  # some nodes set the attribute local_window_size, and are causal
 
 
 def uses_of(nodes: Sequence[ir.Node]) -> Uses:
@@ -79,6 +84,8 @@ def uses_of(nodes: Sequence[ir.Node]) -> Uses:
         zero_hidden_rows=some("zero_hidden_rows"),
         softcap=any(SOFTCAP.name in node.attributes for node in nodes),
         reproducible=any(REPRODUCIBLE.name in node.attributes for node in nodes),
+        sinks=any(SINKS.name in node.attributes for node in nodes),
+        window=any(WINDOW.name in node.attributes for node in nodes),
         by_heads=by_heads,
         by_rows=given(by_heads=False) | (set(_OPERANDS) - by_heads),
     )
@@ -100,13 +107,16 @@ def nomad_attention_function(opset: int, uses: Uses) -> ir.Function:
     op_type = PACKED_OP_TYPE if uses.kept else OP_TYPE
     graph = ir.Graph(list(inputs.values()), [y], nodes=body.nodes, opset_imports={"": opset}, name=op_type)
     attributes = [ir.Attr(name, kind, None) for name, kind in ATTRIBUTES.items()]
-    attributes += optional_attributes(uses.softcap, uses.reproducible)
+    attributes += optional_attributes(uses.softcap, uses.reproducible, uses.sinks, uses.window)
     return ir.Function(ORTOLAN_DOMAIN, op_type, graph=graph, attributes=attributes)
 
 
-def optional_attributes(softcap: bool, reproducible: bool) -> list[ir.Attr]:
+def optional_attributes(
+    softcap: bool = False, reproducible: bool = False, sinks: bool = False, window: bool = False
+) -> list[ir.Attr]:
     """Return the attributes that functions declare if a node has them."""
-    return [*([SOFTCAP] if softcap else []), *([REPRODUCIBLE] if reproducible else [])]
+    flags = (SOFTCAP, softcap), (REPRODUCIBLE, reproducible), (SINKS, sinks), (WINDOW, window)
+    return [attribute for attribute, is_set in flags if is_set]
 
 
 def scale_of(body: FunctionBody, head_dim: ir.Value) -> ir.Value:
@@ -131,7 +141,7 @@ def turned_pairs(
 ) -> ir.Value:
     """Return x with the pairs (i, i + D / 2), or (2 i, 2 i + 1) if interleaved, of its last axis rotated.
 
-    cos, sin: The angles of each row, which broadcast to half of x. axis: The last axis of x.
+    cos, sin: The angles of each row, which broadcast to half of x. head_dim: D. axis: The last axis of x.
     """
     op, one, two = body.op, body.integer(1), body.integer(2)
     interleaved = body.attribute("rotary_interleaved")
@@ -156,38 +166,55 @@ def rotated(
     x: ir.Value,
     tables: Sequence[ir.Value],
     positions: ir.Value,
-    head_dim: ir.Value,
     *,
     axis: int,
     unrotated: bool,
 ) -> ir.Value:
-    """Return x after rotary embedding.
+    """Return x after rotary embedding of the first elements of its last axis, two for each column of the tables.
 
     Args:
         body: The function.
         x: Queries or keys; the head size is the last axis.
-        tables: cos and sin [positions, head_dim / 2].
+        tables: cos and sin [positions, half of the elements to rotate].
         positions: The positions of the tokens, with x's axes except for heads and head size.
-        head_dim: The head size.
         axis: The last axis of x.
         unrotated: Some nodes have no rotary embedding, but constants of one element as tables.
     """
     op, is_missing = body.op, None
+    columns = op("Squeeze", op("Slice", op("Shape", tables[0]), body.ints(-1), body.ints(_LAST)), body.ints(0))
     if unrotated:
         # The constants are read as tables of one position and one angle.
         is_missing = op("Equal", op("Size", tables[0]), body.integer(1))
-        width = op("Where", is_missing, body.integer(1), op("Div", head_dim, body.integer(2)))
-        tables = [op("Reshape", table, body.shape(-1, width)) for table in tables]
+        tables = [op("Reshape", table, body.shape(-1, columns)) for table in tables]
         positions = op("Where", is_missing, body.integer(0), positions)
     cos, sin = (op("Unsqueeze", op("Gather", table, positions, axis=0), body.ints(1)) for table in tables)
-    turned = turned_pairs(body, x, cos, sin, head_dim, axis=axis)
+    size = op("Mul", columns, body.integer(2))
+    rest = op("Slice", x, body.vector(size), body.ints(_LAST), body.ints(axis))
+    turned = op("Concat", turned_pairs(body, x, cos, sin, size, axis=axis), rest, axis=axis)
     return turned if is_missing is None else op("Where", is_missing, x, turned)
 
 
-def weights_of(body: FunctionBody, scores: ir.Value, zero_hidden_rows: bool) -> ir.Value:
-    """Return the softmax of scores. zero_hidden_rows: some nodes set this attribute."""
+def is_recent(body: FunctionBody, token: ir.Value, end: ir.Value) -> ir.Value:
+    """Return whether tokens are among the last `local_window_size` before `end`; always true if that is 0."""
+    op, window = body.op, body.attribute(WINDOW.name)
+    recent = op("Not", op("Less", token, op("Sub", end, window)))
+    return op("Or", op("Equal", window, body.integer(0)), recent)
+
+
+def weights_of(body: FunctionBody, scores: ir.Value, zero_hidden_rows: bool, sinks: bool) -> ir.Value:
+    """Return the softmax of scores [B, heads, S, T].
+
+    zero_hidden_rows: Some nodes set this attribute. sinks: Some nodes set head_sink, a further score of each head.
+    """
     op = body.op
+    if sinks:
+        given = op("Constant", value_floats=ir.RefAttr("value_floats", SINKS.name, SINKS.type))
+        rows = op("Slice", op("Shape", scores), body.ints(0), body.ints(3))
+        column = op("Expand", op("Reshape", given, body.ints(1, -1, 1, 1)), op("Concat", rows, body.ints(1), axis=0))
+        scores = op("Concat", scores, column, axis=3)
     weights = op("Softmax", scores, axis=-1)
+    if sinks:
+        weights = op("Slice", weights, body.ints(0), body.ints(-1), body.ints(3))
     if not zero_hidden_rows:
         return weights
     is_set = op("Cast", body.attribute("zero_hidden_rows"), to=ir.DataType.BOOL)
@@ -233,7 +260,7 @@ class _Attention:
             scores = op("Where", op("Greater", kept, body.integer(0)), scores, unseen)
         if self._uses.causal:
             scores = op("Where", self._seen(queries, keys), scores, body.number(-np.inf))
-        weights = weights_of(body, scores, self._uses.zero_hidden_rows)
+        weights = weights_of(body, scores, self._uses.zero_hidden_rows, self._uses.sinks)
         if self._uses.grouped:
             weights = op("Reshape", weights, grouped_shape)
         y = op("MatMul", weights, value)
@@ -313,7 +340,8 @@ class _Attention:
         last = op("Unsqueeze", op("Range", op("Sub", keys, queries), keys, one), body.ints(1))
         key = op("Range", body.integer(0), keys, one)
         causal = op("Cast", body.attribute("causal"), to=ir.DataType.BOOL)
-        return op("Or", op("Not", causal), op("Not", op("Less", last, key)))
+        seen = op("Or", op("Not", causal), op("Not", op("Less", last, key)))
+        return op("And", seen, is_recent(body, key, op("Add", last, one))) if self._uses.window else seen
 
     def _size(self, x: ir.Value, axis: int) -> ir.Value:
         return self._body.op("Gather", self._body.op("Shape", x), self._body.integer(axis), axis=0)

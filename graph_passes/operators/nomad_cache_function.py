@@ -24,7 +24,15 @@ from .cache_formats_function import SCALE_BYTES, Int8Values, KeyCodes, reshape, 
 from .function_body import PANEL_COLUMNS, FunctionBody
 from .nomad_attention_function import ATTRIBUTES as EXACT_ATTRIBUTES
 from .nomad_attention_function import INPUTS as EXACT_INPUTS
-from .nomad_attention_function import OP_TYPE, capped, optional_attributes, rotated, scale_of, weights_of
+from .nomad_attention_function import (
+    OP_TYPE,
+    capped,
+    is_recent,
+    optional_attributes,
+    rotated,
+    scale_of,
+    weights_of,
+)
 from .prompt_cache import MAX_CHUNK, PROMPT_INPUTS, TILE_INPUTS
 from .sparse_amx_matmul_function import unpacked_bitmap
 
@@ -60,6 +68,8 @@ class CacheUses:
     zero_hidden_rows: bool = False  # some nodes set this attribute
     softcap: bool = False  # some nodes set this attribute
     reproducible: bool = False  # some nodes set this attribute
+    sinks: bool = False  # some nodes set the attribute head_sink
+    window: bool = False  # some nodes set the attribute local_window_size, and are causal
     lengths: bool = True  # some nodes have this input
     rotary: bool = False  # some nodes have cos and sin
     unrotated: bool = False  # some nodes have no cos and sin: a float 0 of shape [1] replaces each
@@ -88,7 +98,7 @@ def nomad_cache_function(opset: int, uses: CacheUses) -> ir.Function:
     graph = ir.Graph(list(inputs.values()), outputs, nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
     kinds = ATTRIBUTES | (_WINDOW_ATTRIBUTES if uses.exact_keys else {}) | (_PROMPT_ATTRIBUTES if uses.prompt else {})
     attributes = [ir.Attr(name, kind, None) for name, kind in kinds.items()]
-    attributes += optional_attributes(uses.softcap, uses.reproducible)
+    attributes += optional_attributes(uses.softcap, uses.reproducible, uses.sinks, uses.window)
     return ir.Function(ORTOLAN_DOMAIN, OP_TYPE, graph=graph, attributes=attributes)
 
 
@@ -229,7 +239,7 @@ class _CachedAttention:
         row = op("Range", body.integer(0), self._queries, body.integer(1))
         positions = op("Add", op("Unsqueeze", op("Add", self._past, self._prompt), body.ints(1)), row)
         tables = [self._inputs[name] for name in _ROTARY]
-        return rotated(body, x, tables, positions, self._head_dim, axis=3, unrotated=self._uses.unrotated)
+        return rotated(body, x, tables, positions, axis=3, unrotated=self._uses.unrotated)
 
     def _joined(self, past: ir.Value, new: ir.Value, dtype: DTypeLike = np.float32) -> ir.Value:
         """Return each sequence's past tokens, then the new ones, then zeros; [B, KV, total, row]."""
@@ -382,7 +392,7 @@ class _CachedAttention:
         if uses.lengths or uses.causal:
             seen = self._seen_of(keys) if uses.uncached else self._seen()
             scores = op("Where", seen, scores, body.number(-np.inf))
-        y = op("MatMul", weights_of(body, scores, uses.zero_hidden_rows), values)
+        y = op("MatMul", weights_of(body, scores, uses.zero_hidden_rows, uses.sinks), values)
         width = op("Mul", self._heads, self._head_dim)
         return reshape(body, op("Transpose", y, perm=[0, 2, 1, 3]), 2, width)
 
@@ -394,7 +404,8 @@ class _CachedAttention:
         before = op("Sub", count, self._queries)
         row = op("Unsqueeze", op("Range", before, count, one), body.ints(1))
         is_causal = op("Cast", body.attribute("causal"), to=ir.DataType.BOOL)
-        return op("Or", op("Not", is_causal), op("Not", op("Less", row, token)))
+        seen = op("Or", op("Not", is_causal), op("Not", op("Less", row, token)))
+        return op("And", seen, is_recent(body, token, op("Add", row, one))) if self._uses.window else seen
 
     def _seen(self) -> ir.Value:
         """Return whether query i of a sequence sees its token j, [B, 1, S, P + total]."""
@@ -407,4 +418,6 @@ class _CachedAttention:
             return exists
         row = op("Unsqueeze", op("Range", one, op("Add", self._queries, one), one), body.ints(1))
         is_causal = op("Cast", body.attribute("causal"), to=ir.DataType.BOOL)
-        return op("And", exists, op("Or", op("Not", is_causal), op("Less", token, op("Add", past, row))))
+        end = op("Add", past, row)
+        seen = op("And", exists, op("Or", op("Not", is_causal), op("Less", token, end)))
+        return op("And", seen, is_recent(body, token, end)) if self._uses.window else seen

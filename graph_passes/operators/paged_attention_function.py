@@ -112,7 +112,7 @@ def paged_attention_function(opset: int, uses: PagedUses) -> ir.Function:
         value.name = name
     graph = ir.Graph(list(inputs.values()), outputs, nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
     attributes = [ir.Attr(name, kind, None) for name, kind in ATTRIBUTES.items()]
-    attributes += optional_attributes(uses.softcap, reproducible=False)
+    attributes += optional_attributes(uses.softcap)
     return ir.Function(ORTOLAN_DOMAIN, OP_TYPE, graph=graph, attributes=attributes)
 
 
@@ -211,7 +211,7 @@ class _PagedAttention:
     def _rotated(self, x: ir.Value) -> ir.Value:
         """Rotate pairs (i, i + D / 2), or (2 i, 2 i + 1) if interleaved, by the angles of each token's position."""
         tables = [self._inputs[name] for name in _ROTARY]
-        return rotated(self._body, x, tables, self._position, self._head_dim, axis=2, unrotated=self._uses.unrotated)
+        return rotated(self._body, x, tables, self._position, axis=2, unrotated=self._uses.unrotated)
 
     # ---- pools -------------------------------------------------------------------------------------------------------
 

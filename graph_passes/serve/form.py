@@ -31,7 +31,7 @@ from ..find.positions import count_positions
 from ..names import CONTEXT_KEY, ORTOLAN_DOMAIN, SERVING_KEY
 from ..operators.nodes import NewNames, declare_operators, fill_missing, input_of, new_initializer, put_function
 from ..operators.nomad_attention_function import OP_TYPE as ATTENTION
-from ..operators.nomad_attention_function import is_given
+from ..operators.nomad_attention_function import SINKS, WINDOW, is_given
 from ..operators.nomad_cache_function import INPUTS as CACHE_INPUTS
 from ..operators.paged_attention_function import BLOCK_TOKENS, paged_attention_function, paged_uses_of
 from ..operators.paged_attention_function import INPUTS as PAGED_INPUTS
@@ -169,12 +169,14 @@ class _Form:
             if parts[-1] == "value":
                 continue
             mask = input_of(readers[0], CACHE_INPUTS, "mask")
-            window, is_causal = 0, readers[0].attributes["causal"].as_int() == 1
+            attributes = readers[0].attributes
+            is_causal = attributes["causal"].as_int() == 1
+            limits = [attributes[WINDOW.name].as_int()] if WINDOW.name in attributes else []
             if mask is not None and is_given(mask):
                 if (mask, is_causal) not in windows:
                     windows[mask, is_causal] = read_window(mask, self._name, context, is_causal)
-                window = windows[mask, is_causal]
-            cached = _Cached(readers[0], parts[1], window)
+                limits.append(windows[mask, is_causal])
+            cached = _Cached(readers[0], parts[1], min(filter(None, limits), default=0))
             self._check(cached)
             found.append(cached)
         return found
@@ -209,6 +211,9 @@ class _Form:
         operands = [cached.given(one) for one in ("query", "key", "value")]
         rotary = [cached.given(one) for one in ("cos", "sin")]
         inputs = [*operands, *pools, *self._sequences, *rotary]
+        if SINKS.name in node.attributes:
+            sinks = np.array(node.attributes[SINKS.name].as_floats(), np.float32)
+            inputs.append(new_initializer(self._graph, ir.Tensor(sinks, name=self._new_name(f"{node.name}/sinks"))))
         attributes = [node.attributes[one] for one in _KEPT_ATTRIBUTES if one in node.attributes]
         paged = ir.Node(
             ORTOLAN_DOMAIN,

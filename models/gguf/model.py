@@ -218,6 +218,7 @@ def _read_config(
         no_rope_layers=_layers_without_rope(file, name, architecture, layers),
         qkv_bias="model.layers.0.self_attn.q_proj.bias" in weights,
         qk_norm="model.layers.0.self_attn.q_norm.weight" in weights,
+        attention_sinks="model.layers.0.self_attn.sinks" in weights,
         sandwich_norms=architecture.sandwich_norms,
         activation="gelu_tanh" if architecture.gemma else "silu",
         **_factors(file, name, architecture, layers, hidden, heads),

@@ -6,6 +6,8 @@
 // for each of `heads` query heads, which share one head of keys and values. capped(x) = softcap tanh(x / softcap), or x
 // if softcap is 0 (Gemma 2: Improving Open Language Models at a Practical Size, section 2). With `causal`, the queries
 // are the last `queries` positions of the keys, and query i does not see keys j > i + keys - queries (their s is -Inf).
+// With a window, which needs `causal`, it does not see keys j <= i + keys - queries - window either. With sinks, the
+// sum over l has one more term, exp(sinks[h]) of head h (Reference: gpt-oss).
 //
 // Error bound of the float32 kernels (precision 32), with u = 2^-24 and dots[j] the sum of |q[i, d] k[j, d]| over d:
 //
@@ -21,8 +23,9 @@
 // A mask of -Inf removes a key: its p is 0. If all s of a row are -Inf, y is NaN. If they are all the lowest float
 // (-3.4e38) or all the largest, which absorb the products, y is the mean of v, as in ONNX Softmax. A NaN or +Inf among
 // the s of a row makes its y NaN. With zero_hidden_rows, rows whose p are NaN give zeros instead, as PyTorch does for
-// boolean masks. Inf and NaN in v propagate to y even where p is 0; in keys hidden by `causal` they may or may not. |s|
-// above 2^126 may be treated as Inf, unless the mask is the lowest or the largest float.
+// boolean masks. With sinks, y of a row whose s are all -Inf is 0. Inf and NaN in v propagate to y even where p is 0;
+// in keys hidden by `causal` or the window they may or may not. |s| above 2^126 may be treated as Inf, unless the mask
+// is the lowest or the largest float.
 //
 // A row's result depends only on its own q and mask, on k and v, and on the other arguments. All kernels of precision
 // 16 except those with own_order give the same bits if v is finite (any NaN equals any other). They round to nearest
@@ -32,9 +35,11 @@
 //   - s, in powers of two: a chain of fused multiply-adds from +0, by pairs of d in ascending order, the odd d of a
 //     pair before the even one; an odd head_dim is padded with a zero. Then it is capped as in softcap.h, and the mask
 //     times log2(e) is added.
-//   - Keys in blocks of 128. The weights of a block are 2^(s - m), with m the largest s so far. Before they are added,
-//     the sum of weights and y are multiplied by 2^(previous m - m). Weights are added to the sum one by one, before
-//     they are rounded to bf16. Products with v are added to y by pairs of keys, the odd key first, fused.
+//   - Keys in blocks of 128, from key 0 on. The weights of a block are 2^(s - m), with m the largest s so far; a sink
+//   is
+//     the first. Before they are added, the sum of weights and y are multiplied by 2^(previous m - m). Weights are
+//     added to the sum one by one, before they are rounded to bf16. Products with v are added to y by pairs of keys,
+//     the odd key first, fused.
 //   - 2^s: with n = s rounded to the nearest integer and f = s - n, the polynomial of simd/vectors.h at f (fused, from
 //     its highest power down), times 2^n.
 //   - y is multiplied by 1 / sum, rounded.
@@ -76,7 +81,9 @@ struct AttentionArgs {
   float softcap = 0.0f;  // 0: scores are not capped
   bool causal = false;
   bool zero_hidden_rows = false;
-  float* y = nullptr;  // [heads][queries][head_dim]; no overlap with other arguments
+  int64_t window = 0;            // number of latest keys that a query sees, its own included; 0: all
+  const float* sinks = nullptr;  // [heads]; null: none
+  float* y = nullptr;            // [heads][queries][head_dim]; no overlap with other arguments
   int64_t y_head_bytes = 0;
   int64_t y_row_bytes = 0;
 };

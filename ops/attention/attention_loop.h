@@ -69,16 +69,19 @@ class AttentionLoop {
   static constexpr float kLog2E = 1.44269504f;
 
   struct Block {
-    int64_t first;       // first row
-    int64_t rows;        // 1 … kRows
-    int64_t least_seen;  // fewest keys that one of its rows sees
-    int64_t most_seen;
+    int64_t first;        // first row
+    int64_t rows;         // 1 … kRows
+    int64_t least_begin;  // first key that one of its rows sees
+    int64_t most_begin;   // first key that all its rows see, unless the causal mask hides it
+    int64_t least_seen;   // the keys from here on are hidden from one of its rows
+    int64_t most_seen;    // the keys from here on are hidden from all its rows
     float* queries;
     float* out;
     float most[kRows];  // largest score so far
     float sum[kRows];
     float correction[kRows];
-    float seen[kRows];  // number of keys that the row sees
+    float begin[kRows];  // the first key that the row sees
+    float seen[kRows];   // the last one + 1
   };
 
   const AttentionArgs& args_;
@@ -149,22 +152,47 @@ class AttentionLoop {
     Simd::Transpose(lanes);
   }
 
+  // Finds the keys that rows see.
+  void FindSeen(Block& block) const {
+    block.least_begin = block.most_begin = 0;
+    block.least_seen = block.most_seen = args_.keys;
+    for (int64_t i = 0; i < kRows; ++i) block.begin[i] = 0;
+    for (int64_t i = 0; i < kRows; ++i) block.seen[i] = static_cast<float>(args_.keys);
+    if (!args_.causal) return;
+    block.least_begin = args_.keys;
+    block.most_seen = 0;
+    for (int64_t i = 0; i < block.rows; ++i) {
+      const int64_t seen = QueryOf(block.first + i) + args_.keys - args_.queries + 1;
+      const int64_t begin = args_.window > 0 && seen > args_.window ? seen - args_.window : 0;
+      block.begin[i] = static_cast<float>(begin);
+      block.seen[i] = static_cast<float>(seen);
+      block.least_begin = begin < block.least_begin ? begin : block.least_begin;
+      block.most_begin = begin > block.most_begin ? begin : block.most_begin;
+      block.least_seen = seen < block.least_seen ? seen : block.least_seen;
+      block.most_seen = seen > block.most_seen ? seen : block.most_seen;
+    }
+  }
+
+  // A sink is a key before the others, whose value is 0. A sink of -Inf has weight 0.
+  void AddSinks(Block& block) const {
+    for (int64_t i = 0; i < block.rows; ++i) block.most[i] = args_.sinks[HeadOf(block.first + i)] * kLog2E;
+    for (int64_t i = 0; i < block.rows; i += kLanes) {
+      const Float sink = Simd::Load(block.most + i), most = Simd::Max(sink, Simd::Set(kLowest));
+      Simd::Store(block.sum + i, Simd::Exp2(Simd::Subtract(sink, most)));
+      Simd::Store(block.most + i, most);
+    }
+  }
+
+  // Returns the first key of the first block of keys that a row sees.
+  static int64_t FirstKeys(const Block& block) { return block.least_begin / kKeys * kKeys; }
+
   void Begin(Block& block, int64_t first, int64_t rows) const {
     block.first = first;
     block.rows = rows;
-    block.least_seen = block.most_seen = args_.keys;
-    for (int64_t i = 0; i < kRows; ++i) block.seen[i] = static_cast<float>(args_.keys);
-    if (args_.causal) {
-      block.most_seen = 0;
-      for (int64_t i = 0; i < rows; ++i) {
-        const int64_t seen = QueryOf(first + i) + args_.keys - args_.queries + 1;
-        block.seen[i] = static_cast<float>(seen);
-        block.least_seen = seen < block.least_seen ? seen : block.least_seen;
-        block.most_seen = seen > block.most_seen ? seen : block.most_seen;
-      }
-    }
+    FindSeen(block);
     for (int64_t i = 0; i < kRows; ++i) block.most[i] = kLowest;
     for (int64_t i = 0; i < kRows; ++i) block.sum[i] = 0;
+    if (args_.sinks != nullptr) AddSinks(block);
     const Float factor = Simd::Set(args_.scale * kLog2E);
     for (int64_t lane = 0; lane < rows; lane += kLanes) {
       const float* from[kLanes];
@@ -280,11 +308,12 @@ class AttentionLoop {
              [cap](float* score, Float mask) { Simd::Store(score, Simd::Add(cap.Of(Simd::Load(score)), mask)); });
   }
 
-  // Returns the scores of a key, with -Inf in rows from which the causal mask hides it. Applied after the mask is
-  // added: +Inf plus -Inf would be NaN.
+  // Returns the scores of a key, with -Inf in rows from which the causal mask or the window hides it. Applied after the
+  // mask is added: +Inf plus -Inf would be NaN.
   static Float OfSeen(const Block& block, int64_t key, int64_t row, Float score) {
-    return Simd::SelectLess(Simd::Set(static_cast<float>(key)), Simd::Load(block.seen + row), score,
-                            Simd::Set(kMinusInfinity));
+    const Float at = Simd::Set(static_cast<float>(key)), hidden = Simd::Set(kMinusInfinity);
+    const Float shown = Simd::SelectLess(at, Simd::Load(block.begin + row), hidden, score);
+    return Simd::SelectLess(at, Simd::Load(block.seen + row), shown, hidden);
   }
 
   // Computes the scores of kTileKeys keys from `key` on for kTileVectors vectors of rows. kFilled: the scores already
@@ -476,7 +505,7 @@ class AttentionLoop {
   template <int kTileVectors>
   void Attend(Block& block, int64_t first, int64_t keys) const {
     const bool by_row = args_.mask != nullptr && !MaskIsByKey();
-    const bool hides = args_.causal && block.least_seen < first + keys;
+    const bool hides = args_.causal && (block.least_seen < first + keys || block.most_begin > first);
     if (args_.softcap == 0 && (by_row || hides || (kInTiles && args_.mask != nullptr))) {
       FillScores(block, first, keys);
       Score<kTileVectors, true>(block, first, keys);
@@ -484,10 +513,10 @@ class AttentionLoop {
       Score<kTileVectors, false>(block, first, keys);
     }
     if constexpr (kInTiles) {
-      if (first == 0) return AddValuesInTiles<kTileVectors, true>(block, keys);
+      if (first == FirstKeys(block)) return AddValuesInTiles<kTileVectors, true>(block, keys);
       AddValuesInTiles<kTileVectors, false>(block, keys);
     } else {
-      if (first == 0) return AddValues<true>(block, keys);
+      if (first == FirstKeys(block)) return AddValues<true>(block, keys);
       AddValues<false>(block, keys);
     }
   }
@@ -581,19 +610,21 @@ class AttentionLoop {
     const AttentionLoop loop(args, scratch);
     if constexpr (kInTiles) Simd::StartTiles();
     const int64_t blocks = (row_end - row_begin + kRows - 1) / kRows;
-    int64_t keys = 0;  // seen by at least one row
+    int64_t begin = args.keys, keys = 0;  // at least one row sees keys begin … keys - 1
     for (int64_t b = 0; b < blocks; ++b) {
       Block& block = loop.blocks_[b];
       const int64_t first = row_begin + b * kRows;
       loop.Begin(block, first, row_end - first < kRows ? row_end - first : kRows);
+      begin = FirstKeys(block) < begin ? FirstKeys(block) : begin;
       keys = block.most_seen > keys ? block.most_seen : keys;
     }
-    for (int64_t first = 0; first < keys; first += kKeys) {
+    for (int64_t first = begin; first < keys; first += kKeys) {
       const int64_t count = keys - first < kKeys ? keys - first : kKeys;
       loop.CopyKeysAndValues(first, count);
       loop.FillBias(first, count);
       for (int64_t b = 0; b < blocks; ++b) {
-        if (first < loop.blocks_[b].most_seen) loop.AttendRows(loop.blocks_[b], first, count);
+        Block& block = loop.blocks_[b];
+        if (FirstKeys(block) <= first && first < block.most_seen) loop.AttendRows(loop.blocks_[b], first, count);
       }
     }
     if constexpr (kInTiles) Simd::EndTiles();

@@ -94,7 +94,7 @@ std::optional<Attention> ReadDecomposed(const Dimensions& dims, const Node& soft
   NodeSet& nodes = rule.nodes();
   const std::optional<Decomposed::Products> products = rule.FindProducts();
   if (!products) return std::nullopt;
-  auto [masks, scale, softcap] = rule.ReadScores(*products);
+  auto [masks, scale, softcap, sinks] = rule.ReadScores(*products);
   const Operands operands = {ReadOperand(dims, products->scores->Input(0), 0, by_heads, nodes),
                              ReadOperand(dims, products->scores->Input(1), 1, by_heads, nodes),
                              ReadOperand(dims, products->context->Input(1), 2, by_heads, nodes)};
@@ -116,6 +116,7 @@ std::optional<Attention> ReadDecomposed(const Dimensions& dims, const Node& soft
   Expect(key.heads == 1 || key.heads == query.heads, ReasonCode::kKeyHeads, query.heads, key.heads);
   found.scale = scale * query.scale * key.scale;
   found.softcap = softcap;
+  if (sinks != nullptr) found.sinks = SinksOf(dims, sinks, query.heads);
   Expect(value.scale == 1, ReasonCode::kScaledValues);
   found.zero_hidden_rows = products->zero_hidden_rows || visible.zeroed;
   found.zero_rows = visible.zero_rows;
@@ -295,6 +296,8 @@ std::string TextOf(const Attention& found) {
     text += mask.truncated ? " truncated" : "";
   }
   flag("causal", found.causal);
+  if (found.window != 0) text += ErrorText(", window ", found.window);
+  for (const float sink : found.sinks) text += ErrorText(", sink ", internal::OperandText(static_cast<double>(sink)));
   flag("zeros for hidden rows", found.zero_hidden_rows);
   value("zero rows", found.zero_rows);
   value("weight", found.weight);

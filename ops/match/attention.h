@@ -58,7 +58,9 @@ struct KvCache {
   Value present_key = nullptr, present_value = nullptr;
   Value lengths = nullptr;  // int32 [batch], tokens of each sequence after the call minus 1; null: past + rows for all
   Value total = nullptr;    // int32, one element: minimum length of the present caches; may be null
-  Value cos = nullptr, sin = nullptr;  // tables of the rotary embedding, [positions, head width / 2]; may be null
+  // Tables of the rotary embedding, [positions, head width / 2], or of fewer columns for the first elements of a head;
+  // may be null.
+  Value cos = nullptr, sin = nullptr;
   bool interleaved = false;
   // The reason why a pass may not change the type of the caches; nullopt: they are inputs and outputs of the graph, and
   // no other node reads them.
@@ -77,6 +79,8 @@ struct Attention {
   double softcap = 0;       // scores become softcap tanh(scores / softcap) before masks are added; 0: they stay
   std::vector<Mask> masks;  // the sum of all masks is added to the scores
   bool causal = false;
+  int64_t window = 0;             // causal attention: number of latest keys that a query sees; 0: all
+  std::vector<float> sinks;       // a further score of each head, without a value (gpt-oss); empty: none
   bool zero_hidden_rows = false;  // fully masked rows give zeros instead of NaN
   Value zero_rows = nullptr;      // [provider] bool, broadcasts to [batch, heads, rows, 1]: rows set to zero where true
   // [provider] Constant [columns, query width + key width + value width] of com.microsoft's Attention and QAttention,

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int64_t kMostHeads = 1 << 16;
 constexpr int64_t kMostHeadDim = 1 << 16;
+constexpr int64_t kMostWindow = 1 << 24;
 constexpr std::string_view kViews[] = {"Reshape", "Transpose", "Identity", "Unsqueeze", "Expand"};
 constexpr const char* kRoles[] = {"query", "key", "value"};
 
@@ -18,15 +19,18 @@ constexpr const char* kRoles[] = {"query", "key", "value"};
 
 // Attributes of GroupQueryAttention that are read, and those of normalizations, which have no effect without further
 // inputs. ONNX Runtime writes default attributes into nodes.
-constexpr std::string_view kRead[] = {"num_heads", "kv_num_heads",    "do_rotary",      "rotary_interleaved", "scale",
-                                      "softcap",   "qk_norm_epsilon", "q_norm_epsilon", "k_norm_epsilon"};
+constexpr std::string_view kRead[] = {"num_heads",      "kv_num_heads",    "do_rotary",      "rotary_interleaved",
+                                      "scale",          "softcap",         "causal",         "local_window_size",
+                                      "smooth_softmax", "qk_norm_epsilon", "q_norm_epsilon", "k_norm_epsilon"};
 // Attributes of features that NoMADAttention lacks, with the two values that disable the feature.
 constexpr struct {
   std::string_view name;
   double off[2];
-} kFeatures[] = {{"local_window_size", {-1, -1}},  {"smooth_softmax", {0, -1}},   {"causal", {1, 1}},
-                 {"sliding_window_cache", {0, 0}}, {"qk_output", {0, 0}},         {"qk_matmul_output_mode", {0, 0}},
-                 {"softmax_precision", {0, 1}},    {"kv_cache_bit_width", {0, 0}}};
+} kFeatures[] = {{"sliding_window_cache", {0, 0}},
+                 {"qk_output", {0, 0}},
+                 {"qk_matmul_output_mode", {0, 0}},
+                 {"softmax_precision", {0, 1}},
+                 {"kv_cache_bit_width", {0, 0}}};
 
 std::optional<double> NumberIn(const Attribute& attribute) {
   if (const auto* whole = std::get_if<int64_t>(&attribute)) return static_cast<double>(*whole);
@@ -84,14 +88,33 @@ int64_t HeadDimOf(const Dimensions& dims, const KvCache& cache) {
   Refuse(ReasonCode::kCachedHeadWidth, Quoted(cache.past_key), dims.ShapeText(cache.past_key));
 }
 
+// Read the window and the sinks of a GroupQueryAttention.
+void ReadVisible(const Dimensions& dims, const Node& node, size_t sinks, Attention& found) {
+  const int64_t causal = node.Int("causal", 1), window = node.Int("local_window_size", -1);
+  Expect(causal == 1, ReasonCode::kCachedAttribute, "causal", causal);
+  Expect(window == -1 || (window > 0 && window <= kMostWindow), ReasonCode::kCachedAttribute, "local_window_size",
+         window);
+  found.causal = true;
+  found.window = std::max<int64_t>(window, 0);
+  const int64_t smooth = node.Int("smooth_softmax", 0);
+  Expect(smooth >= -1 && smooth <= 1, ReasonCode::kCachedAttribute, "smooth_softmax", smooth);
+  if (node.Has(sinks)) {
+    found.sinks = SinksOf(dims, node.Input(sinks), found.heads);
+  } else if (smooth == 1 && found.heads > 0 && found.heads <= kMostHeads) {
+    found.sinks.assign(static_cast<size_t>(found.heads), 0.0f);
+  }
+}
+
 Attention GroupQuery(const Dimensions& dims, const Node& node) {
   for (const auto& [name, attribute] : node.attributes()) {
     if (std::find(std::begin(kRead), std::end(kRead), name) == std::end(kRead)) CheckOff(node, name);
   }
-  static constexpr std::array kOthers = {"position_ids", "attention_bias", "head_sink"};
-  for (size_t i = 9; i < node.inputs().size(); ++i) {
-    if (!node.Has(i)) continue;
-    Refuse(ReasonCode::kHasInput, i < 9 + kOthers.size() ? kOthers[i - 9] : std::to_string(i));
+  static constexpr size_t kFirst = 9, kHeadSink = 11;
+  static constexpr std::array kOthers = {"position_ids", "attention_bias", "head_sink",     "k_scale",
+                                         "v_scale",      "q_norm_weight",  "k_norm_weight", "query_seqlens"};
+  for (size_t i = kFirst; i < node.inputs().size(); ++i) {
+    if (!node.Has(i) || i == kHeadSink) continue;
+    Refuse(ReasonCode::kHasInput, i < kFirst + kOthers.size() ? kOthers[i - kFirst] : std::to_string(i));
   }
   Attention found;
   found.softcap = CheckedSoftcap(node.Float("softcap", 0));
@@ -105,16 +128,18 @@ Attention GroupQuery(const Dimensions& dims, const Node& node) {
   found.heads = node.Int("num_heads", 0);
   found.kv_heads = node.Int("kv_num_heads", 0);
   found.head_dim = HeadDimOf(dims, cache);
-  found.causal = true;
+  ReadVisible(dims, node, kHeadSink, found);
   found.scale = ScaleAttribute(node);
   if (node.Int("do_rotary", 0) == 1) {
     cache.cos = node.Input(7);
     cache.sin = node.Input(8);
     cache.interleaved = node.Int("rotary_interleaved", 0) == 1;
     for (const Value table : {cache.cos, cache.sin}) {
+      const int64_t columns = SizeAt(dims.ShapeOf(table), 1).value_or(0);
       const bool fits =
-          found.head_dim % 2 == 0 && dims.Rank(table) == 2 && SizeAt(dims.ShapeOf(table), 1) == found.head_dim / 2;
-      Expect(fits, ReasonCode::kCachedTables, dims.ShapeText(cache.cos), dims.ShapeText(cache.sin), found.head_dim / 2);
+          found.head_dim % 2 == 0 && dims.Rank(table) == 2 && columns > 0 && columns <= found.head_dim / 2;
+      Expect(fits && columns == SizeAt(dims.ShapeOf(cache.cos), 1), ReasonCode::kCachedTables,
+             dims.ShapeText(cache.cos), dims.ShapeText(cache.sin), found.head_dim / 2);
     }
   }
   return found;
@@ -302,6 +327,7 @@ std::optional<Attention> FromSoftmax(const Dimensions& dims, const Node& softmax
   found.output = MergedHeads(dims, visible.product, query, nodes);
   found.scale = scores.scale * query.scale * key.scale;
   found.softcap = scores.softcap;
+  if (scores.sinks != nullptr) found.sinks = SinksOf(dims, scores.sinks, query.heads);
   found.masks = std::move(visible.masks);
   found.zero_hidden_rows = products->zero_hidden_rows || visible.zeroed;
   found.zero_rows = visible.zero_rows;

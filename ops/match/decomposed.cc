@@ -51,6 +51,10 @@ std::optional<Decomposed::Products> Decomposed::FindProducts() {
   const Graph& graph = dims_.graph();
   Products found;
   Value weights = Beyond(softmax_.Output(0), false);
+  if (const Value kept = WithoutLast(weights)) {
+    drops_last_ = true;
+    weights = Beyond(kept, false);
+  }
   const Node *is_nan = nullptr, *where = nullptr;
   for (const Graph::Use& use : graph.Uses(weights)) {
     if (use.index == 0 && use.node->IsStandard("IsNaN") && is_nan == nullptr) is_nan = use.node;
@@ -106,6 +110,35 @@ Value Decomposed::Beyond(Value value, bool reshapes) {
   return value;
 }
 
+// Return the weights without the last of each row, if their only consumer is a Slice that drops it; null otherwise.
+Value Decomposed::WithoutLast(Value weights) {
+  const Node* const slice = dims_.graph().OnlyReader(weights);
+  if (slice == nullptr || !slice->IsStandard("Slice") || slice->Input(0) != weights) return nullptr;
+  const auto is = [&](size_t input, std::initializer_list<int64_t> choices) {
+    const std::optional<Elements> found = dims_.ElementsOf(slice->Input(input));
+    const std::optional<int64_t> number = found && found->size() == 1 ? found->front().AsInt() : std::nullopt;
+    return number && std::find(choices.begin(), choices.end(), *number) != choices.end();
+  };
+  const auto last = static_cast<int64_t>(RankOf(dims_, weights)) - 1;
+  const bool drops = is(1, {0}) && is(2, {-1}) && is(3, {-1, last}) && (!slice->Has(4) || is(4, {1}));
+  if (!drops) return nullptr;
+  nodes_.insert(slice);
+  return slice->Output(0);
+}
+
+// Return the ReduceMax of a Sub that subtracts the largest score of each row, which does not change the Softmax; null
+// if the Sub does something else.
+const Node* Decomposed::LargestOfRows(const Node& subtract) const {
+  const Node* const largest = MakerOf(dims_.graph(), subtract.Input(1), "ReduceMax");
+  if (largest == nullptr || largest->Input(0) != subtract.Input(0) || largest->Int("keepdims", 1) != 1) return nullptr;
+  std::vector<int64_t> axes = largest->Ints("axes");
+  if (const std::optional<Elements> given = dims_.ElementsOf(largest->Input(1))) {
+    for (const Element& axis : *given) axes.push_back(axis.AsInt().value_or(0));
+  }
+  const auto last = static_cast<int64_t>(RankOf(dims_, subtract.Input(0))) - 1;
+  return axes.size() == 1 && (axes[0] == -1 || axes[0] == last) ? largest : nullptr;
+}
+
 // Return the MatMul of queries and keys to which scales and masks are applied to compute a value; null otherwise.
 const Node* Decomposed::FindScores(Value value, int steps) {
   if (value == nullptr || steps == 0) return nullptr;
@@ -122,6 +155,9 @@ const Node* Decomposed::ScoresBehind(Value value, int steps) {
   if (type == "Reshape" || type == "Cast") {
     const bool keeps = type == "Reshape" || dims_.ChangesNothing(*node) || graph.IsFloatCast(*node);
     return keeps ? FindScores(node->Input(0), steps - 1) : nullptr;
+  }
+  if ((type == "Concat" && drops_last_) || (type == "Sub" && LargestOfRows(*node) != nullptr)) {
+    return FindScores(node->Input(0), steps - 1);
   }
   constexpr std::string_view kTypes[] = {"Add", "Mul", "Div", "Where", "Identity", "Tanh"};
   if (std::find(std::begin(kTypes), std::end(kTypes), type) == std::end(kTypes)) return nullptr;
@@ -146,7 +182,15 @@ Decomposed::Scores Decomposed::ReadScores(const Products& products) {
     value = node->Input(index);
     const std::string& type = node->type();
     if (type == "Identity" || type == "Cast") continue;
-    if (type == "Tanh") {
+    if (type == "Sub") {
+      nodes_.insert(LargestOfRows(*node));
+    } else if (type == "Concat") {
+      const int64_t axis = node->Int("axis"), last = static_cast<int64_t>(RankOf(dims_, value)) - 1;
+      const bool is_first = read.masks.empty() && read.scale == 1 && read.softcap == 0 && read.sinks == nullptr;
+      Expect(is_first && node->inputs().size() == 2 && (axis == -1 || axis == last), ReasonCode::kSinksPlace,
+             Described(*node));
+      read.sinks = node->Input(1);
+    } else if (type == "Tanh") {
       Expect(read.softcap == 0, ReasonCode::kSoftcapTwice);
       read.softcap = CheckedSoftcap(read.scale);
       read.scale = 1;
@@ -178,6 +222,7 @@ Decomposed::Scores Decomposed::ReadScores(const Products& products) {
       read.masks.insert(read.masks.begin(), mask);
     }
   }
+  Expect((read.sinks != nullptr) == drops_last_, ReasonCode::kWeightDropped);
   // The model divides the scores by the cap. The operator does that itself.
   if (read.softcap != 0) read.scale *= read.softcap;
   return read;

@@ -95,6 +95,10 @@ double ScaleAttribute(const Node& node);
 // Check a softcap, which may be 0, and return it.
 double CheckedSoftcap(double softcap);
 
+// Return the sinks of a constant with one float for each head, also behind Reshape and Expand to [batch, heads, rows,
+// 1]. Throws RefusedError.
+std::vector<float> SinksOf(const Dimensions& dims, Value value, int64_t heads);
+
 // Return nodes of the set in graph order.
 std::vector<const Node*> InGraphOrder(const NodeSet& nodes);
 
@@ -117,8 +121,9 @@ class Decomposed {
     std::vector<Mask> masks;  // in the order in which the model adds them
     double scale = 1;
     double softcap = 0;
+    Value sinks = nullptr;  // a further column of scores; may be null
   };
-  // Read the masks between scores and Softmax, the cap, and the scale of the scores.
+  // Read the masks between scores and Softmax, the sinks, the cap, and the scale of the scores.
   Scores ReadScores(const Products& products);
 
   struct Visible {
@@ -135,6 +140,8 @@ class Decomposed {
  private:
   const Node* FindScores(Value value, int steps = kMostSteps);
   const Node* ScoresBehind(Value value, int steps);
+  const Node* LargestOfRows(const Node& subtract) const;
+  Value WithoutLast(Value weights);
   Value Beyond(Value value, bool reshapes);
   bool KeepsRows(const Node& reshape);
   double Factor(const Node& node, size_t index) const;
@@ -143,6 +150,7 @@ class Decomposed {
   const Dimensions& dims_;
   const Node& softmax_;
   NodeSet nodes_;
+  bool drops_last_ = false;                       // the last weight of each row is dropped, that of a sink
   std::unordered_map<Value, const Node*> found_;  // results of FindScores
 };
 

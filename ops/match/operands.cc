@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <iterator>
 #include <utility>
 
@@ -297,6 +298,33 @@ bool IsWholeSlice(const Dimensions& dims, const Node& node) {
                                                                 [](const Element& step) { return step.AsInt() == 1; }));
   const std::optional<DimShape> shape = dims.ShapeOf(node.Output(0));
   return node.IsStandard("Slice") && is_forward && shape && shape == dims.ShapeOf(node.Input(0));
+}
+
+std::vector<float> SinksOf(const Dimensions& dims, Value value, int64_t heads) {
+  const Graph& graph = dims.graph();
+  const Value given = value;
+  value = BeforeExpand(dims, value);
+  const bool is_moved = value != given;
+  // Behind the Expand, the heads are the second axis.
+  const std::optional<DimShape> shape = dims.ShapeOf(value);
+  bool fits = shape && (is_moved ? shape->size() == 4 && (*shape)[0].Is(1) && (*shape)[1].Is(heads) &&
+                                       (*shape)[2].Is(1) && (*shape)[3].Is(1)
+                                 : shape->size() == 1);
+  for (int step = 0; step < kMostSteps && is_moved; ++step) {
+    const Node* const node = graph.Maker(value);
+    if (node == nullptr ||
+        !(node->IsStandard("Reshape") || node->IsStandard("Unsqueeze") || node->IsStandard("Cast"))) {
+      break;
+    }
+    value = node->Input(0);
+  }
+  const std::optional<Constant> constant = graph.ConstantOf(value);
+  fits = fits && constant && IsFloatType(constant->type) && constant->Count() == heads;
+  Expect(fits, ReasonCode::kSinks, Quoted(given), heads);
+  const std::vector<float> sinks = constant->Floats();
+  Expect(std::all_of(sinks.begin(), sinks.end(), [](float sink) { return std::isfinite(sink); }), ReasonCode::kSinks,
+         Quoted(given), heads);
+  return sinks;
 }
 
 double ScaleAttribute(const Node& node) { return node.Float("scale", 0); }

@@ -67,14 +67,13 @@ class CachedPlan::Running {
   }
 
   void Rotate(float* q, float* k) const {
-    const int64_t half = call_.head_dim / 2;
     host_.ParallelFor(call_.batch * call_.queries, [&](int64_t i) {
       const int64_t batch = i / call_.queries, row = i % call_.queries;
       const int64_t position = form_.prompt.tokens + call_.Past(batch) + row;
       const auto rotate = [&](const HeadRows& rows, int64_t heads, float* to) {
         for (int64_t head = 0; head < heads; ++head) {
-          plan_.cache_.rotate(rows.At(batch, head, row), call_.cos + position * half, call_.sin + position * half,
-                              call_.head_dim, form_.interleaved, to + (i * heads + head) * call_.head_dim);
+          call_.rotary.Rotate(plan_.cache_, rows.At(batch, head, row), position, call_.head_dim,
+                              to + (i * heads + head) * call_.head_dim);
         }
       };
       rotate(call_.q, call_.heads, q);
@@ -159,14 +158,21 @@ class CachedPlan::Running {
     const int64_t prompt = form_.prompt.tokens;
     int64_t end = prompt + call_.Tokens(batch);
     if (call_.causal) end = std::min(end, prompt + call_.Past(batch) + query + 1);
-    if (call_.mask.data == nullptr) return KeyRange{0, end - prompt};
+    const int64_t begin = call_.WindowBegin(end);
+    if (call_.mask.data == nullptr && begin == 0) return KeyRange{0, end - prompt};
+    if (call_.mask.data == nullptr) return Visible({begin, end});
     const float* row = call_.mask.At(batch, head, query);
     VisibleRange seen{0, end, *row == 0.0f};
     if (call_.mask.strides[3] != 0) seen = plan_.decode_.visible(row, end);
+    return seen.plain ? Visible({std::max(seen.begin, begin), seen.end}) : std::nullopt;
+  }
+
+  // Returns a range of all tokens without those of the prompt; no value if it is empty or hides a part of the prompt.
+  std::optional<KeyRange> Visible(const KeyRange& range) const {
+    const int64_t prompt = form_.prompt.tokens;
     // A row in which everything is hidden is left to the exact kernel.
-    if (seen.begin == seen.end || !seen.plain || seen.end < prompt) return std::nullopt;
-    if (prompt > 0 && seen.begin > 0) return std::nullopt;
-    return KeyRange{std::max<int64_t>(seen.begin - prompt, 0), seen.end - prompt};
+    if (range.begin >= range.end || range.end < prompt || (prompt > 0 && range.begin > 0)) return std::nullopt;
+    return KeyRange{std::max<int64_t>(range.begin - prompt, 0), range.end - prompt};
   }
 
   DecodeAttentionArgs DecodeArgs(int64_t head, int64_t query) const {
@@ -227,6 +233,7 @@ class CachedPlan::Running {
     const int64_t kernel_bytes = Aligned(plan_.decode_.scratch_bytes(group, call_.head_dim));
     // Followed by the partial result of a piece.
     const int64_t piece_bytes = form_.window.Any() ? Aligned(group * (2 + call_.head_dim) * kFloat) : 0;
+    const SinkPartials sinks(host_, call_);
     std::optional<PromptPartials> prompt;
     if (form_.prompt.tokens > 0) prompt.emplace(host_, form_.prompt, plan_.decode_, call_);
     DecodeRows(
@@ -237,6 +244,7 @@ class CachedPlan::Running {
         },
         [&](const DecodeRow& row, const DecodePartial& whole) {
           if (prompt) prompt->MergeInto(whole, row.batch, row.kv_head, row.query);
+          sinks.MergeInto(plan_.decode_, row.kv_head, whole);
           plan_.decode_.finish(group, call_.head_dim, whole, call_.Y(row.batch, row.kv_head * group, row.query),
                                row_bytes_);
         });
@@ -356,7 +364,7 @@ void CachedPlan::Run(Host& host, CachedCall call) const {
   running.CopyPast();
   if (call.batch == 0 || call.queries == 0) return;
   std::optional<HostMemory> rotated;
-  if (call.cos != nullptr) {
+  if (call.rotary.dims > 0) {
     const int64_t rows = call.batch * call.queries, head_bytes = call.head_dim * kFloat;
     rotated.emplace(host, rows * (call.heads + call.kv_heads) * head_bytes);
     float* q = reinterpret_cast<float*>(rotated->data());

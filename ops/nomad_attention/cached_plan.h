@@ -11,6 +11,7 @@
 #include "attention/kv_cache/ring.h"
 #include "nomad_attention/nomad_attention.h"
 #include "nomad_attention/prompt_cache.h"
+#include "nomad_attention/rotary.h"
 
 namespace ortolan {
 
@@ -19,8 +20,7 @@ struct CacheForm {
   const float* codebooks = nullptr;  // [kv_heads][S][16][d_sub]; null: keys are floats
   bool int8_values = false;          // otherwise floats
   ExactWindow window;
-  PromptCache prompt;  // prefix of all sequences; empty if it has no tokens
-  bool interleaved = false;
+  PromptCache prompt;         // prefix of all sequences; empty if it has no tokens
   int precision = 32;         // in calls with more than kMostDecodeQueries tokens
   bool reproducible = false;  // the same bits on every CPU; needs precision 16, which short calls then have too
 
@@ -52,8 +52,7 @@ struct CachedCall : AttentionCall {
   std::vector<int64_t> added;
   int64_t room = 0;  // capacity of the present cache in tokens
   CacheRows key_cache, value_cache, exact_keys;
-  const float* cos = nullptr;  // [positions][head_dim / 2]; null: no rotary embedding
-  const float* sin = nullptr;
+  RotaryTables rotary;
 
   // Sets past, added, room and keys. lengths: for each sequence, its tokens after this call minus 1, including the
   // model's prompt. past_room: capacity of the past cache. Returns an empty string or an error text, which calls the

@@ -31,6 +31,33 @@ inline DecodePartial PartialAt(char* memory, int64_t heads) {
   return {at, at + heads, at + 2 * heads};
 }
 
+// The partial results of sinks, each a key with a value of 0.
+class SinkPartials {
+ public:
+  // Throws std::bad_alloc.
+  SinkPartials(Host& host, const AttentionCall& call) : call_(call) {
+    if (call.sinks == nullptr) return;
+    const int64_t floats = 2 * call.heads + call.Group() * call.head_dim;
+    memory_.emplace(host, floats * static_cast<int64_t>(sizeof(float)));
+    float* const at = reinterpret_cast<float*>(memory_->data());
+    for (int64_t head = 0; head < call.heads; ++head) at[head] = call.sinks[head] * kLog2E;
+    std::fill_n(at + call.heads, call.heads, 1.0f);
+    std::fill_n(at + 2 * call.heads, floats - 2 * call.heads, 0.0f);
+  }
+
+  void MergeInto(const SoftmaxFunctions& kernel, int64_t kv_head, const DecodePartial& whole) const {
+    if (!memory_) return;
+    float* const at = reinterpret_cast<float*>(memory_->data());
+    const int64_t group = call_.Group(), head = kv_head * group;
+    kernel.merge(group, call_.head_dim, {at + head, at + call_.heads + head, at + 2 * call_.heads}, whole);
+  }
+
+ private:
+  static constexpr float kLog2E = 1.44269504f;
+  const AttentionCall& call_;
+  std::optional<HostMemory> memory_;
+};
+
 struct DecodeSplit {
   std::vector<DecodeRow> rows;
   std::vector<int64_t> others;  // sequences that need the exact kernel

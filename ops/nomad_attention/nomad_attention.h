@@ -50,11 +50,15 @@ struct AttentionCall {
   float softcap = 0.0f;
   bool causal = false;
   bool zero_hidden_rows = false;
+  int64_t window = 0;            // number of latest keys that a query sees, its own included; 0: all
+  const float* sinks = nullptr;  // [heads]: a further score of each head, without a value; null: none
   HeadRows q, k, v;
   MaskRows mask;
   float* y = nullptr;  // [batch, queries, heads x head_dim]
 
   int64_t Group() const { return heads / kv_heads; }
+  // Returns the first key that a query sees which sees no key from `end` on.
+  int64_t WindowBegin(int64_t end) const { return window > 0 ? std::max<int64_t>(end - window, 0) : 0; }
   float* Y(int64_t batch_row, int64_t head, int64_t query) const {
     return y + ((batch_row * queries + query) * heads + head) * head_dim;
   }

@@ -4,7 +4,9 @@
 //     Y = softmax(capped(scale Q K^T) + mask) V,   capped(x) = softcap tanh(x / softcap), or x if softcap is 0
 //
 // Query head h reads key and value head h / (num_heads / kv_num_heads). causal: query i does not see keys after i + T -
-// S, so T >= S. Without `reproducible`, precision 16 may take a float32 kernel.
+// S, so T >= S; with local_window_size w above 0, it does not see keys up to i + T - S - w either. head_sink: a number
+// for each head, whose exponential is added to the sum of the softmax (gpt-oss). Without `reproducible`, precision 16
+// may take a float32 kernel.
 //
 // With a cache, outputs 0 to 2 are required, output 3 if window or sinks are not 0. The operator is registered once for
 // each kind of cache: float, codes with int8 values, codes with float values.
@@ -36,8 +38,15 @@ class Kernel {
   Kernel(const OrtKernelInfo& info, bool of_packed)
       : node_(info, of_packed ? kPackedOpType : kOpType, kInputCount, kOutputCount), has_kept_(of_packed) {
     node_.ReadScores(info, call_);
+    sinks_ = node_.ReadSinks(info);
+    if (!sinks_.empty()) call_.sinks = sinks_.data();
     call_.causal = node_.Flag(info, "causal");
     call_.zero_hidden_rows = node_.Flag(info, "zero_hidden_rows");
+    call_.window = node_.Tokens(info, "local_window_size");
+    if (call_.window != 0 && (!call_.causal || of_packed)) {
+      throw node_.Error("local_window_size is ", call_.window, ", expected 0 ",
+                        of_packed ? "for packed sequences" : "unless causal is 1");
+    }
     const int64_t precision = IntAttributeOr(info, "precision", 32);
     if (precision != 32 && precision != 16) throw node_.Error("precision is ", precision, ", expected 32 or 16");
     node_.precision = static_cast<int>(precision);
@@ -208,6 +217,7 @@ class Kernel {
 
   AttentionNode node_;
   AttentionCall call_;                         // from attributes; scale 0: default for the head size
+  std::vector<float> sinks_;                   // of call_
   AlignedConstant<float> floats_[kValue + 1];  // query, mask, key and value
   bool has_kept_;
   bool packed_ = false;

@@ -33,7 +33,7 @@ CachedAttention::CachedAttention(const OrtKernelInfo& info, const AttentionNode&
   if (has_rotary_ != node_.HasValues(info, kSin)) {
     throw node_.Error("only one of the inputs cos and sin is given, expected both or neither");
   }
-  form_.interleaved = node_.Flag(info, "rotary_interleaved");
+  interleaved_ = node_.Flag(info, "rotary_interleaved");
   form_.precision = node_.precision;
   form_.reproducible = node_.reproducible;
   ReadWindow(info);
@@ -232,13 +232,9 @@ CacheRows CachedAttention::PresentExactKeys(KernelContext& context, const Attent
 
 void CachedAttention::ReadRotary(const KernelContext& context, CachedCall& call) const {
   const Shape shape = ShapeOf(context, kCos), sin_shape = ShapeOf(context, kSin);
-  const int64_t half = call.head_dim / 2;
-  if (shape.size() != 2 || shape[1] != half || sin_shape != shape) {
-    throw node_.Error("cos has shape ", ShapeText(shape), " and sin ", ShapeText(sin_shape), ", expected [positions, ",
-                      half, "] for both");
-  }
-  call.cos = cos_.In(context.Input(kCos));
-  call.sin = sin_.In(context.Input(kSin));
+  const std::string problem = RotaryProblem(shape, sin_shape, call.head_dim);
+  if (!problem.empty()) throw node_.Error(problem);
+  call.rotary = {cos_.In(context.Input(kCos)), sin_.In(context.Input(kSin)), 2 * shape[1], interleaved_};
   const int64_t most = form_.prompt.tokens + call.MostTokens();
   if (most > shape[0]) {
     throw node_.Error("longest sequence has ", most, " tokens, but cos and sin have ", shape[0],

@@ -10,13 +10,16 @@
 //         GroupQueryAttention. A sequence with fewer than S tokens starts with this call, followed by padding; a
 //         longer one has its last S tokens in the call. With lengths, P is a capacity, and L is the larger of P and
 //         the longest past + S. Without lengths, every sequence has P + S tokens.
-//     cos, sin float [positions, D / 2]: rotary embedding of query and key at the token's position in the sequence
+//     cos, sin float [positions, D / 2 or less]: rotary embedding of query and key at the token's position in the
+//         sequence. Elements of a head beyond twice the columns stay.
 //
 // Y of padding is unspecified, but not NaN if the inputs are finite. Padding is not appended, and only padding sees it.
 // Unused bytes of a present cache keep the contents of a shared buffer, and are 0 otherwise.
 //
 // Lengths may decrease to restart, or if the host has converted the block that becomes incomplete to rows, and has
 // restored the exact keys that the ring has lost (src/ortolan/rewinding.py).
+//
+// Attribute local_window_size, with causal: a query sees this number of latest keys, its own included; 0: all.
 //
 // If both caches are u8, they may share a width W above their rows', for hosts that allocate all caches alike:
 // [B, KV, P, W]. The rows of a head are contiguous from its first byte on and use P row bytes of its P W.
@@ -116,6 +119,7 @@ class CachedAttention {
   CacheForm form_;
   bool has_lengths_ = false;
   bool has_rotary_ = false;
+  bool interleaved_ = false;
   std::optional<CachedPlan> plan_;
 };
 

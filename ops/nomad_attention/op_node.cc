@@ -1,6 +1,7 @@
 #include "nomad_attention/op_node.h"
 
 #include <cmath>
+#include <limits>
 
 namespace ortolan {
 namespace {
@@ -31,6 +32,20 @@ void AttentionNode::ReadScores(const OrtKernelInfo& info, AttentionCall& call) {
   if (!IsSoftcap(call.softcap)) {
     throw Error("softcap is ", call.softcap, ", expected 0, or ", kLeastSoftcap, " to ", kMostSoftcap);
   }
+}
+
+std::vector<float> AttentionNode::ReadSinks(const OrtKernelInfo& info) const {
+  std::vector<float> sinks = FloatsAttributeOr(info, "head_sink", {});
+  if (sinks.empty()) return sinks;
+  if (static_cast<int64_t>(sinks.size()) != heads) {
+    throw Error("head_sink has ", sinks.size(), " elements, expected ", heads, ", one a head");
+  }
+  for (const float sink : sinks) {
+    if (std::isnan(sink) || sink == std::numeric_limits<float>::infinity()) {
+      throw Error("head_sink contains ", sink, ", expected finite values or -Inf");
+    }
+  }
+  return sinks;
 }
 
 bool AttentionNode::IsPacked(const OrtKernelInfo& info, size_t key, size_t value) const {

@@ -33,6 +33,8 @@ struct AttentionNode {
   }
   // Reads num_heads, kv_num_heads, scale (0: default for the head size) and softcap. Throws OpError.
   void ReadScores(const OrtKernelInfo& info, AttentionCall& call);
+  // Reads head_sink, one number for each head; empty if missing. Call ReadScores first. Throws OpError.
+  std::vector<float> ReadSinks(const OrtKernelInfo& info) const;
   // Whether query holds key and value, too, because both inputs are missing. Throws OpError if only one is missing.
   bool IsPacked(const OrtKernelInfo& info, size_t key, size_t value) const;
   // Read attributes; 0 if missing. Throw OpError.

@@ -11,7 +11,7 @@
 //     past_lengths int64 [sequences]: tokens of each sequence that the pools hold
 //     block_table int64 [sequences, columns]: the block of each 16 tokens of the sequence; entries beyond its tokens
 //         after this call are ignored
-//     cos, sin float [positions, D / 2] (optional): rotary embedding of query and key, as in NoMADAttention
+//     cos, sin float [positions, D / 2 or less] (optional): rotary embedding of query and key, as in NoMADAttention
 //     sinks float [heads] (optional): a further score of each head, without a value
 //     key_scales, value_scales float [blocks, kv_heads, 16]: of int8 pools; attention/paged.h has the rounding
 //     -> Y float [1, tokens, heads D], and the pools with the tokens appended, then the scales
@@ -28,7 +28,6 @@
 // value, cos and sin.
 #include <cmath>
 #include <cstring>
-#include <optional>
 
 #include "nomad_attention/op_node.h"
 #include "nomad_attention/paged_plan.h"
@@ -63,9 +62,8 @@ class PagedKernel {
   explicit PagedKernel(const OrtKernelInfo& info) : node_(info, kPagedOpType, kPagedInputCount, kPagedOutputCount) {
     node_.ReadScores(info, sizes_);
     sizes_.batch = 1;
-    PagedForm form;
-    form.window = node_.Tokens(info, "window");
-    form.interleaved = node_.Flag(info, "rotary_interleaved");
+    sizes_.window = node_.Tokens(info, "window");
+    interleaved_ = node_.Flag(info, "rotary_interleaved");
     packed_ = node_.IsPacked(info, kPagedKey, kPagedValue);
     has_rotary_ = node_.HasValues(info, kPagedCos);
     if (has_rotary_ != node_.HasValues(info, kPagedSin)) {
@@ -82,7 +80,6 @@ class PagedKernel {
     for (const size_t i : {kPagedCos, kPagedSin, kSinks}) {
       if (node_.HasInput(i)) floats_[i] = AlignedConstant<float>(info, i);
     }
-    plan_.emplace(form);
   }
 
   void Compute(KernelContext& context, Host& host) const {
@@ -108,7 +105,7 @@ class PagedKernel {
       call.keys = {Appended<uint16_t>(context, kKeyPool, kNewKeyPool)};
       call.values = {Appended<uint16_t>(context, kValuePool, kNewValuePool)};
     }
-    plan_->Run(host, call);
+    plan_.Run(host, call);
   }
 
  private:
@@ -208,18 +205,16 @@ class PagedKernel {
     }
     if (!has_rotary_) return;
     const Shape shape = ShapeOf(context, kPagedCos), sin_shape = ShapeOf(context, kPagedSin);
-    if (shape.size() != 2 || shape[1] != call.head_dim / 2 || sin_shape != shape) {
-      throw node_.Error("cos has shape ", ShapeText(shape), " and sin ", ShapeText(sin_shape),
-                        ", expected [positions, ", call.head_dim / 2, "] for both");
-    }
+    const std::string problem = RotaryProblem(shape, sin_shape, call.head_dim);
+    if (!problem.empty()) throw node_.Error(problem);
     for (int64_t b = 0; b < call.Sequences(); ++b) {
       const int64_t tokens = call.Past(b) + call.Added(b);
       if (call.Added(b) == 0 || tokens <= shape[0]) continue;
       throw node_.Error("sequence ", b, " has ", tokens, " tokens, but cos and sin have ", shape[0],
                         " positions. Pass shorter sequences.");
     }
-    call.cos = floats_[kPagedCos].In(context.Input(kPagedCos));
-    call.sin = floats_[kPagedSin].In(context.Input(kPagedSin));
+    call.rotary = {floats_[kPagedCos].In(context.Input(kPagedCos)), floats_[kPagedSin].In(context.Input(kPagedSin)),
+                   2 * shape[1], interleaved_};
   }
 
   // Returns the pool of an output, copied from the input unless they are one buffer.
@@ -234,9 +229,9 @@ class PagedKernel {
 
   AttentionNode node_;
   AttentionCall sizes_;  // from attributes
-  bool packed_ = false, has_rotary_ = false, is_int8_ = false;
+  bool packed_ = false, has_rotary_ = false, interleaved_ = false, is_int8_ = false;
   AlignedConstant<float> floats_[kPagedInputCount];  // cos, sin and sinks
-  std::optional<PagedPlan> plan_;
+  PagedPlan plan_;
 };
 
 constexpr ONNXTensorElementDataType kFloats = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;

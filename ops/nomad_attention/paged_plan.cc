@@ -79,7 +79,7 @@ PagedPool PoolOf(const PagedCache& cache, const PagedCall& call, int64_t kv_head
 int64_t MostTokens(const PagedCall& call) { return std::max<int64_t>(kMostRows / call.Group(), 1); }
 
 // Returns the units of a call. Units that share rows are neighbours.
-std::vector<Unit> UnitsOf(const PagedCall& call, int64_t window) {
+std::vector<Unit> UnitsOf(const PagedCall& call) {
   const int64_t most_tokens = MostTokens(call);
   std::vector<Unit> units;
   int64_t rows = 0;
@@ -88,7 +88,7 @@ std::vector<Unit> UnitsOf(const PagedCall& call, int64_t window) {
       for (int64_t token = 0; token < call.Added(b); token += most_tokens) {
         const int64_t tokens = std::min(most_tokens, call.Added(b) - token);
         const int64_t end = call.Past(b) + token + tokens;
-        const int64_t first = window > 0 ? std::max<int64_t>(call.Past(b) + token + 1 - window, 0) : 0;
+        const int64_t first = call.WindowBegin(call.Past(b) + token + 1);
         for (int64_t part = first / kPartKeys; part * kPartKeys < end; ++part) {
           const int64_t begin = std::max(part * kPartKeys, first / kPagedTile * kPagedTile);
           units.push_back({b, head, token, tokens, part, begin, std::min(end, (part + 1) * kPartKeys), rows,
@@ -130,7 +130,7 @@ std::vector<size_t> ItemsOf(const PagedCall& call, std::span<const Unit> units, 
 }
 
 // Returns the arguments of a unit, without what comes after it.
-PagedAttentionArgs ArgsOf(const PagedCall& call, int64_t window, const Unit& unit) {
+PagedAttentionArgs ArgsOf(const PagedCall& call, const Unit& unit) {
   PagedAttentionArgs args;
   const int64_t head = unit.kv_head * call.Group(), first = call.Begin(unit.sequence) + unit.token;
   args.heads = call.Group();
@@ -143,7 +143,7 @@ PagedAttentionArgs ArgsOf(const PagedCall& call, int64_t window, const Unit& uni
   args.blocks = call.Blocks(unit.sequence);
   args.keys = PoolOf(call.keys, call, unit.kv_head);
   args.values = PoolOf(call.values, call, unit.kv_head);
-  args.window = window;
+  args.window = call.window;
   args.scale = call.scale;
   args.softcap = call.softcap;
   args.sinks = call.sinks == nullptr ? nullptr : call.sinks + head;
@@ -161,7 +161,7 @@ void PrefetchNext(const PagedAttentionArgs& next, int64_t first, PagedAttentionA
 
 // Merges the parts of each row in order, and only those with keys that the row sees. `units` begin with the parts of a
 // chunk and head.
-void Finish(const DecodeAttentionKernel& kernel, const PagedCall& call, int64_t window, std::span<const Unit> units,
+void Finish(const DecodeAttentionKernel& kernel, const PagedCall& call, std::span<const Unit> units,
             const PartialResults& partials) {
   const Unit& unit = units.front();
   const int64_t group = call.Group(), position = call.Past(unit.sequence) + unit.token;
@@ -169,8 +169,8 @@ void Finish(const DecodeAttentionKernel& kernel, const PagedCall& call, int64_t 
     std::optional<DecodePartial> whole;
     for (const Unit& part : units) {
       if (!part.SharesRows(unit)) break;
-      const int64_t begin = part.part * kPartKeys, first = position + t + 1 - window;
-      if (begin > position + t || (window > 0 && first >= begin + kPartKeys)) continue;
+      const int64_t begin = part.part * kPartKeys;
+      if (begin > position + t || call.WindowBegin(position + t + 1) >= begin + kPartKeys) continue;
       const DecodePartial own = partials.At(part.partial + t * group);
       if (whole) {
         kernel.merge(group, call.head_dim, own, *whole);
@@ -221,21 +221,19 @@ std::string PagedCall::Problem() const {
   return {};
 }
 
-PagedPlan::PagedPlan(const PagedForm& form)
-    : form_(form),
-      attention_(SelectKernel(PagedAttentionKernels(), ActiveFeatures())),
+PagedPlan::PagedPlan()
+    : attention_(SelectKernel(PagedAttentionKernels(), ActiveFeatures())),
       decode_(SelectKernel(DecodeAttentionKernels(), ActiveFeatures())),
       cache_(SelectKernel(KvCacheKernels(), ActiveFeatures())) {}
 
 void PagedPlan::Rotate(Host& host, const PagedCall& call, std::span<const int64_t> positions, float* q,
                        float* k) const {
-  const int64_t half = call.head_dim / 2;
   host.ParallelFor(call.queries, [&](int64_t token) {
-    const int64_t at = positions[static_cast<size_t>(token)] * half;
+    const int64_t position = positions[static_cast<size_t>(token)];
     const auto rotate = [&](const HeadRows& rows, int64_t heads, float* to) {
       for (int64_t head = 0; head < heads; ++head) {
-        cache_.rotate(rows.At(0, head, token), call.cos + at, call.sin + at, call.head_dim, form_.interleaved,
-                      to + (token * heads + head) * call.head_dim);
+        call.rotary.Rotate(cache_, rows.At(0, head, token), position, call.head_dim,
+                           to + (token * heads + head) * call.head_dim);
       }
     };
     rotate(call.q, call.heads, q);
@@ -253,7 +251,7 @@ void PagedPlan::Run(Host& host, PagedCall call) const {
     }
   }
   std::optional<HostMemory> rotated;
-  if (call.cos != nullptr) {
+  if (call.rotary.dims > 0) {
     const int64_t head_bytes = call.head_dim * kFloat;
     rotated.emplace(host, call.queries * (call.heads + call.kv_heads) * head_bytes);
     float* q = reinterpret_cast<float*>(rotated->data());
@@ -290,7 +288,7 @@ void PagedPlan::AppendToken(const PagedCall& call, int64_t token, int64_t block,
 }
 
 void PagedPlan::Attend(Host& host, const PagedCall& call) const {
-  const std::vector<Unit> units = UnitsOf(call, form_.window);
+  const std::vector<Unit> units = UnitsOf(call);
   if (units.empty()) return;
   const int64_t row_floats = 2 + call.head_dim;
   const std::vector<Round> rounds = RoundsOf(units, kRoundBytes / (row_floats * kFloat));
@@ -304,8 +302,8 @@ void PagedPlan::Attend(Host& host, const PagedCall& call) const {
     const std::vector<size_t> items = ItemsOf(call, units, round);
     ForEachWithScratch(host, static_cast<int64_t>(items.size()) - 1, scratch_bytes, [&](int64_t item, char* scratch) {
       for (size_t u = items[static_cast<size_t>(item)]; u < items[static_cast<size_t>(item) + 1]; ++u) {
-        PagedAttentionArgs args = ArgsOf(call, form_.window, units[u]);
-        if (u + 1 < units.size()) PrefetchNext(ArgsOf(call, form_.window, units[u + 1]), units[u + 1].begin, args);
+        PagedAttentionArgs args = ArgsOf(call, units[u]);
+        if (u + 1 < units.size()) PrefetchNext(ArgsOf(call, units[u + 1]), units[u + 1].begin, args);
         attention_.run(args, units[u].begin, units[u].end, partials.At(units[u].partial), scratch);
       }
     });
@@ -314,7 +312,7 @@ void PagedPlan::Attend(Host& host, const PagedCall& call) const {
       if (u == round.begin || !units[u].SharesRows(units[u - 1])) firsts.push_back(u);
     }
     host.ParallelFor(static_cast<int64_t>(firsts.size()), [&](int64_t i) {
-      Finish(decode_, call, form_.window, std::span(units).subspan(firsts[static_cast<size_t>(i)]), partials);
+      Finish(decode_, call, std::span(units).subspan(firsts[static_cast<size_t>(i)]), partials);
     });
   }
 }

@@ -10,13 +10,9 @@
 #include "attention/kv_cache/kv_cache.h"
 #include "attention/paged.h"
 #include "nomad_attention/nomad_attention.h"
+#include "nomad_attention/rotary.h"
 
 namespace ortolan {
-
-struct PagedForm {
-  int64_t window = 0;  // 0: unlimited
-  bool interleaved = false;
-};
 
 // Pool of keys or values that tokens are appended to. attention/paged.h has the layouts.
 struct PagedCache {
@@ -37,9 +33,7 @@ struct PagedCall : AttentionCall {
   int64_t blocks = 0;  // of the pools
   PagedCache keys;
   PagedCache values;
-  const float* cos = nullptr;  // [positions][head_dim / 2]; null: no rotary embedding
-  const float* sin = nullptr;
-  const float* sinks = nullptr;  // [heads]; null: none
+  RotaryTables rotary;
 
   int64_t Sequences() const { return static_cast<int64_t>(past.size()); }
   int64_t Begin(int64_t sequence) const { return starts[static_cast<size_t>(sequence)]; }
@@ -53,7 +47,7 @@ struct PagedCall : AttentionCall {
 
 class PagedPlan {
  public:
-  explicit PagedPlan(const PagedForm& form);
+  PagedPlan();
 
   // `call` has no Problem. Throws std::bad_alloc.
   void Run(Host& host, PagedCall call) const;
@@ -63,7 +57,6 @@ class PagedPlan {
   void AppendToken(const PagedCall& call, int64_t token, int64_t block, int64_t slot) const;
   void Attend(Host& host, const PagedCall& call) const;
 
-  PagedForm form_;
   const PagedAttentionKernel& attention_;
   const DecodeAttentionKernel& decode_;  // merges partial results
   const KvCacheKernel& cache_;

@@ -15,19 +15,20 @@ namespace {
 // Returns the keys that a query of a head sees. No value if the mask does more than hide keys, or leaves a gap.
 std::optional<KeyRange> VisibleKeys(const DecodeFunctions& kernel, const AttentionCall& call, int64_t batch,
                                     int64_t head, int64_t query) {
-  const int64_t end = call.causal ? call.keys - call.queries + query + 1 : call.keys;
-  if (call.mask.data == nullptr) return KeyRange{0, end};
+  const int64_t end = call.causal ? call.keys - call.queries + query + 1 : call.keys, begin = call.WindowBegin(end);
+  if (call.mask.data == nullptr) return KeyRange{begin, end};
   const float* row = call.mask.At(batch, head, query);
   VisibleRange seen{0, end, *row == 0.0f};
   if (call.mask.strides[3] != 0) seen = kernel.visible(row, end);
   // A row in which everything is hidden is left to the exact kernel.
-  if (seen.begin == seen.end || !seen.plain) return std::nullopt;
-  return KeyRange{seen.begin, seen.end};
+  if (seen.end <= std::max(seen.begin, begin) || !seen.plain) return std::nullopt;
+  return KeyRange{std::max(seen.begin, begin), seen.end};
 }
 
 // Runs the decode kernel on uncached keys, such as cross-attention of a decoder's few queries.
 void Decode(Host& host, const DecodeFunctions& kernel, const AttentionCall& call, const std::vector<DecodeRow>& rows) {
   const int64_t group = call.Group();
+  const SinkPartials sinks(host, call);
   DecodeRows(
       host, kernel, call, rows, 1, Aligned(kernel.scratch_bytes(group, call.head_dim)),
       [&](const DecodeRow& row, KeyRange keys, const DecodePartial& partial, char* scratch) {
@@ -46,6 +47,7 @@ void Decode(Host& host, const DecodeFunctions& kernel, const AttentionCall& call
         kernel.run(args, keys.begin, keys.end, partial, scratch);
       },
       [&](const DecodeRow& row, const DecodePartial& whole) {
+        sinks.MergeInto(kernel, row.kv_head, whole);
         kernel.finish(group, call.head_dim, whole, call.Y(row.batch, row.kv_head * group, row.query),
                       call.head_dim * static_cast<int64_t>(sizeof(float)));
       });
@@ -128,6 +130,8 @@ AttentionArgs ArgsOf(const AttentionCall& call, int64_t batch, int64_t kv_head, 
   args.softcap = call.softcap;
   args.causal = call.causal;
   args.zero_hidden_rows = call.zero_hidden_rows;
+  args.window = call.window;
+  args.sinks = call.sinks == nullptr ? nullptr : call.sinks + head;
   args.y = call.Y(batch, head, first);
   args.y_head_bytes = call.head_dim * static_cast<int64_t>(sizeof(float));
   args.y_row_bytes = call.heads * args.y_head_bytes;

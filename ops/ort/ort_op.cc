@@ -177,6 +177,14 @@ std::string StringAttributeOr(const OrtKernelInfo& info, const char* name, const
   return value;
 }
 
+std::vector<float> FloatsAttributeOr(const OrtKernelInfo& info, const char* name, const std::vector<float>& missing) {
+  size_t size = 0;
+  if (!IsOk(Api().KernelInfoGetAttributeArray_float(&info, name, nullptr, &size))) return missing;
+  std::vector<float> values(size);
+  if (size != 0) Check(Api(), Api().KernelInfoGetAttributeArray_float(&info, name, values.data(), &size));
+  return values;
+}
+
 void CheckFormatVersion(const OrtKernelInfo& info, int64_t expected, const std::string& node) {
   const int64_t found = IntAttribute(info, "format_version", node);
   if (found != expected) {

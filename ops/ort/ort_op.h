@@ -206,6 +206,7 @@ int64_t IntAttribute(const OrtKernelInfo& info, const char* name, const std::str
 int64_t IntAttributeOr(const OrtKernelInfo& info, const char* name, int64_t missing);
 float FloatAttributeOr(const OrtKernelInfo& info, const char* name, float missing);
 std::string StringAttributeOr(const OrtKernelInfo& info, const char* name, const std::string& missing);
+std::vector<float> FloatsAttributeOr(const OrtKernelInfo& info, const char* name, const std::vector<float>& missing);
 
 // Throw OpError unless the attribute format_version is the one this operator reads. (ONNX Runtime does not tell a
 // kernel which version of the domain the model imports.)

@@ -30,8 +30,9 @@ bool AreAlike(const match::Attention& a, const match::Attention& b) {
     return same == other;
   };
   return a.heads == b.heads && a.kv_heads == b.kv_heads && a.head_dim == b.head_dim && a.scale == b.scale &&
-         a.softcap == b.softcap && a.causal == b.causal && a.zero_hidden_rows == b.zero_hidden_rows &&
-         a.layouts == b.layouts && a.output_layout == b.output_layout && a.nodes.size() == b.nodes.size() &&
+         a.softcap == b.softcap && a.causal == b.causal && a.window == b.window && a.sinks == b.sinks &&
+         a.zero_hidden_rows == b.zero_hidden_rows && a.layouts == b.layouts && a.output_layout == b.output_layout &&
+         a.nodes.size() == b.nodes.size() &&
          std::equal(a.masks.begin(), a.masks.end(), b.masks.begin(), b.masks.end(), is_alike);
 }
 
@@ -87,7 +88,8 @@ std::vector<Value> Attention::Reads(bool has_layers) const {
 std::string Attention::Described() const {
   return ErrorText("attention of ", heads, " heads of ", head_dim,
                    cache ? ErrorText(" over a cache of ", kv_heads) : "",
-                   cache && cache->cos != nullptr ? ", with rotary embedding" : "");
+                   cache && cache->cos != nullptr ? ", with rotary embedding" : "",
+                   window != 0 ? ErrorText(", with a window of ", window) : "", sinks.empty() ? "" : ", with sinks");
 }
 
 Attention ReadAttention(const Graph& graph, const match::Attention& found) {

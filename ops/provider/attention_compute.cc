@@ -35,7 +35,6 @@ bool CanJoinAll(const std::vector<Layer>& layers) {
 
 CacheForm FormOf(const AttentionSpec& spec) {
   CacheForm form;
-  form.interleaved = spec.cache.interleaved;
   form.precision = spec.is_precise ? kPrecise : kPrecision;
   form.reproducible = spec.reproducible && !spec.is_precise;
   return form;
@@ -98,6 +97,9 @@ AttentionCompute::AttentionCompute(const Graph& graph, const Step& step, const N
   spec_.softcap = static_cast<float>(found.softcap);
   spec_.causal = found.causal;
   spec_.zero_hidden_rows = found.zero_hidden_rows;
+  spec_.window = found.window;
+  own_sinks_ = found.sinks;
+  spec_.sinks = own_sinks_;
   spec_.is_precise = found.precise;
   spec_.is_beside_cache = found.beside_cache;
   spec_.reproducible = reproducible;
@@ -142,6 +144,9 @@ AttentionCompute::AttentionCompute(ContextReader& reader, const IoSlots& slots, 
       (!spec_.has_cache && parts_.empty() && !spec_.inputs[1].slot)) {
     throw Error("its record lacks an input, or has ", spec_.heads, " heads and ", spec_.kv_heads, " key heads");
   }
+  if (spec_.window != 0 && !spec_.causal) throw Error("it has a window of ", spec_.window, ", but is not causal");
+  const int64_t sinks = static_cast<int64_t>(spec_.sinks.size());
+  if (sinks != 0 && sinks != spec_.heads) throw Error("it has ", sinks, " sinks, expected ", spec_.heads);
   if (!IsSoftcap(spec_.softcap)) {
     throw Error("softcap is ", spec_.softcap, ", expected 0, or ", kLeastSoftcap, " to ", kMostSoftcap);
   }
@@ -458,6 +463,8 @@ void AttentionCompute::Run(const OrtApi& ort, OrtKernelContext& context, Host& h
   attention.softcap = spec_.softcap;
   attention.causal = spec_.causal;
   attention.zero_hidden_rows = spec_.zero_hidden_rows;
+  attention.window = spec_.window;
+  attention.sinks = spec_.sinks.empty() ? nullptr : spec_.sinks.data();
   ReadInputs(call, attention);
   const int64_t batch = attention.batch, rows = attention.queries, heads = spec_.heads, head_dim = spec_.head_dim;
   const bool by_heads = spec_.output_layout == Layout::kByHeads;
@@ -530,18 +537,15 @@ void AttentionCompute::ReadRotary(Call& call, CachedCall& cached) const {
   const NamedInput &cos_input = spec_.cache.cos, &sin_input = spec_.cache.sin;
   if (!cos_input.slot || cached.batch == 0 || cached.queries == 0) return;
   const FloatInput cos = call.Read<float>(cos_input), sin = call.Read<float>(sin_input);
-  const int64_t half = cached.head_dim / 2, most = cached.MostTokens();
-  const bool fits = cos.shape.size() == 2 && cos.shape[1] == half && sin.shape == cos.shape;
-  if (!fits) {
-    throw Error("'", cos_input.name, "' has shape ", ShapeText(cos.shape), " and '", sin_input.name, "' ",
-                ShapeText(sin.shape), ", expected [positions, ", half, "] for both");
-  }
+  const int64_t most = cached.MostTokens();
+  const std::string problem =
+      RotaryProblem(cos.shape, sin.shape, cached.head_dim, "'" + cos_input.name + "'", "'" + sin_input.name + "'");
+  if (!problem.empty()) throw Error(problem);
   if (cos.shape[0] < most) {
     throw Error("a sequence has ", most, " tokens, but '", cos_input.name, "' and '", sin_input.name, "' are for ",
                 cos.shape[0], " positions. Feed shorter sequences.");
   }
-  cached.cos = cos.data;
-  cached.sin = sin.data;
+  cached.rotary = {cos.data, sin.data, 2 * cos.shape[1], spec_.cache.interleaved};
 }
 
 CacheRows AttentionCompute::Present(Call& call, const NamedInput& past, std::optional<size_t> present,

@@ -60,6 +60,7 @@ class AttentionCompute : public StepCompute {
 
   AttentionSpec spec_;
   std::array<std::vector<float>, 3> own_biases_;
+  std::vector<float> own_sinks_;
   std::deque<Part> parts_;             // one part for query, key and value together, or three; none without layers
   std::optional<AttentionPlan> plan_;  // without a cache
   std::optional<AttentionPlan> short_plan_;  // for calls of a few tokens beside a cache

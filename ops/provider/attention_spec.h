@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "match/attention.h"
+#include "nomad_attention/nomad_attention.h"
 #include "provider/record.h"
 
 namespace ortolan::provider {
@@ -45,7 +46,9 @@ struct AttentionSpec {
   float scale = 1;
   float softcap = 0;
   bool causal = false, zero_hidden_rows = false;
-  bool is_precise = false;  // as match::Attention::precise
+  int64_t window = 0;            // as match::Attention::window
+  std::span<const float> sinks;  // one a head, or none
+  bool is_precise = false;       // as match::Attention::precise
   bool is_beside_cache = false;
   bool reproducible = false;  // the same bits on every CPU, unless is_precise
   NamedInput zero_rows;       // bool: rows set to zero where true
@@ -81,6 +84,8 @@ void VisitAttention(Archive& archive, Spec& spec) {
   archive.Float(spec.softcap, "the softcap");
   archive.Flag(spec.causal);
   archive.Flag(spec.zero_hidden_rows);
+  archive.Int(spec.window, 0, kMaxTokens, "the window");
+  archive.Floats(spec.sinks);
   archive.Flag(spec.is_precise);
   archive.Flag(spec.is_beside_cache);
   archive.Flag(spec.reproducible);

@@ -14,7 +14,7 @@
 
 namespace ortolan::provider {
 
-inline constexpr int64_t kContextFormat = 7;
+inline constexpr int64_t kContextFormat = 8;
 inline constexpr int64_t kContextLine = 64;
 
 class ContextWriter {

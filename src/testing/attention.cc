@@ -10,7 +10,8 @@ namespace {
 
 Array<float> NomadAttention(const CastArray<float>& q, const CastArray<float>& k, const CastArray<float>& v,
                             float scale, const std::optional<CastArray<float>>& mask, bool causal,
-                            bool zero_hidden_rows, int precision, float softcap, const KernelName& name) {
+                            bool zero_hidden_rows, int precision, float softcap, int64_t window,
+                            const std::optional<CastArray<float>>& sinks, const KernelName& name) {
   Require(q.ndim() == 3 && k.ndim() == 2 && q.shape(2) > 0 && k.shape(1) == q.shape(2) && k.shape(0) > 0 &&
               v.ndim() == 2 && v.shape(0) == k.shape(0) && v.shape(1) == k.shape(1),
           "q must be [heads, queries, head_dim], k and v [keys, head_dim], with keys and head_dim at least 1");
@@ -37,6 +38,10 @@ Array<float> NomadAttention(const CastArray<float>& q, const CastArray<float>& k
   }
   args.scale = scale;
   args.softcap = softcap;
+  Require(window == 0 || (window > 0 && causal), "a window must be positive, and causal");
+  Require(!sinks || (sinks->ndim() == 1 && sinks->size() == args.heads), "sinks must be [heads]");
+  args.window = window;
+  args.sinks = sinks ? sinks->data() : nullptr;
   args.causal = causal;
   args.zero_hidden_rows = zero_hidden_rows;
   const AttentionKernel& kernel = name ? KernelByName(AttentionKernels(), name) : FindAttentionKernel(precision, true);
@@ -89,7 +94,8 @@ void BindAttention(py::module_& module) {
   DefineKernelList(module, "nomad_attention", &AttentionKernels);
   module.def("nomad_attention", &NomadAttention, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("scale"),
              py::arg("mask") = py::none(), py::arg("causal") = false, py::arg("zero_hidden_rows") = false,
-             py::arg("precision") = 32, py::arg("softcap") = 0.0f, py::arg("kernel") = py::none());
+             py::arg("precision") = 32, py::arg("softcap") = 0.0f, py::arg("window") = 0, py::arg("sinks") = py::none(),
+             py::arg("kernel") = py::none());
   module.def("run_attention_plan", &RunPlan, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("scale"),
              py::arg("causal") = false, py::arg("precision") = 32, py::arg("reproducible") = false,
              py::arg("threads") = 1, py::arg("most_bytes") = py::none());

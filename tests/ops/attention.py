@@ -22,7 +22,13 @@ def runnable_kernels() -> list[str]:
 
 
 def scores(
-    q: Floats, k: Floats, scale: float, mask: Floats | None = None, causal: bool = False, softcap: float = 0
+    q: Floats,
+    k: Floats,
+    scale: float,
+    mask: Floats | None = None,
+    causal: bool = False,
+    softcap: float = 0,
+    window: int = 0,
 ) -> Floats:
     """Return scale q k^T, capped by softcap, plus mask, [..., queries, keys], rounded once to float32."""
     s = scale * (q.astype(np.float64) @ k.astype(np.float64).swapaxes(-1, -2))
@@ -32,7 +38,10 @@ def scores(
         s = s + mask
     if causal:
         queries, keys = s.shape[-2:]
-        s = np.where(np.tri(queries, keys, keys - queries, dtype=bool), s, -np.inf)
+        seen = np.tri(queries, keys, keys - queries, dtype=bool)
+        if window:
+            seen &= ~np.tri(queries, keys, keys - queries - window, dtype=bool)
+        s = np.where(seen, s, -np.inf)
     with np.errstate(over="ignore"):
         return s.astype(np.float32)
 
@@ -45,10 +54,13 @@ def attention(
         return probabilities(scores(q, k, scale, mask, causal)) @ v.astype(np.float64)
 
 
-def probabilities(s: Floats) -> NDArray[np.float64]:
+def probabilities(s: Floats, sinks: Floats | None = None) -> NDArray[np.float64]:
+    """Return the softmax of s [heads, queries, keys]. sinks [heads]: a further score of each head."""
+    others = np.float64(-np.inf) if sinks is None else sinks.astype(np.float64)[:, None, None]
     with np.errstate(invalid="ignore"):
-        p = np.exp(s.astype(np.float64) - s.max(-1, keepdims=True))
-        return p / p.sum(-1, keepdims=True)
+        most = np.maximum(s.max(-1, keepdims=True), others)
+        p = np.exp(s.astype(np.float64) - most)
+        return p / (p.sum(-1, keepdims=True) + np.exp(others - most))
 
 
 def bounded_attention(
@@ -60,10 +72,12 @@ def bounded_attention(
     causal: bool = False,
     precision: int = 32,
     softcap: float = 0,
+    window: int = 0,
+    sinks: Floats | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return attention(...) and the documented bound of its error. All inputs except the mask must be finite."""
-    s = scores(q, k, scale, mask, causal, softcap)
-    p = probabilities(s)
+    s = scores(q, k, scale, mask, causal, softcap, window)
+    p = probabilities(s, sinks)
     dots = np.abs(q.astype(np.float64)) @ np.abs(k.astype(np.float64)).swapaxes(-1, -2)
     head_dim, keys = q.shape[-1], k.shape[-2]
     finite = np.where(np.isinf(s), 0, s.astype(np.float64))
@@ -73,6 +87,8 @@ def bounded_attention(
     if precision == 16:
         e += 2.0**-7 * abs(scale) * dots
         relative += 2.0**-7
+    if sinks is not None:
+        e += 8 * U * np.abs(sinks[:, None, None])
     e = np.where(p > 1e-30, e, 0)
     assert e.max() < 0.5, "the error bound is useless here"
     magnitude = np.abs(v.astype(np.float64))
@@ -91,9 +107,11 @@ def assert_attention_close(
     causal: bool = False,
     precision: int = 32,
     softcap: float = 0,
+    window: int = 0,
+    sinks: Floats | None = None,
 ) -> None:
     """Check that y equals attention(...) within the documented bound. All inputs except the mask must be finite."""
-    expected, bound = bounded_attention(q, k, v, scale, mask, causal, precision, softcap)
+    expected, bound = bounded_attention(q, k, v, scale, mask, causal, precision, softcap, window, sinks)
     assert y.shape == expected.shape
     error = np.abs(y - expected)
     assert np.all(error <= bound), f"largest error over bound: {np.max(error - bound)}, error {error.max()}"

@@ -69,6 +69,8 @@ def node_model(
         **layouts,
         softcap="softcap" in attributes,
         reproducible="reproducible" in attributes,
+        sinks="head_sink" in attributes,
+        window="local_window_size" in attributes,
     )
     node = helper.make_node(
         PACKED_OP_TYPE if kept else "NoMADAttention",

@@ -29,6 +29,8 @@ def uses_of(setup: Setup) -> CacheUses:
         equal_rows=setup.width > 0,
         exact_keys=setup.slots > 0,
         prompt=setup.prompt > 0,
+        sinks=setup.head_sink,
+        window=setup.local_window > 0,
     )
 
 
@@ -42,6 +44,8 @@ def all_uses_of(setup: Setup) -> CacheUses:
         causal=True,
         zero_hidden_rows=True,
         lengths=True,
+        sinks=True,
+        window=True,
     )
 
 

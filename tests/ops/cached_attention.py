@@ -44,6 +44,9 @@ class Setup:
         rotary: half, interleaved or None.
         window: number of recent tokens with exact keys.
         sinks: number of first tokens with exact keys.
+        local_window: number of latest keys that a query sees; 0: all.
+        head_sink: each head has a further score without a value.
+        rotary_dim: elements of a head that are rotated; 0: all.
         prompt: number of tokens stored in the model.
         prompt_sparsity: fractions of zeros in the prompt's keys and values; 0: dense storage.
     """
@@ -70,6 +73,9 @@ class Setup:
     precision: int = 32
     reproducible: bool = False
     softcap: float = 0.0
+    local_window: int = 0
+    head_sink: bool = False
+    rotary_dim: int = 0
 
     @property
     def codes(self) -> bool:
@@ -140,8 +146,22 @@ class Setup:
         return prune_prompt(*rng.standard_normal((2, *shape), dtype=np.float32), *self.prompt_sparsity)
 
     def cos_sin(self) -> tuple[Floats, Floats]:
-        angles = np.arange(self.positions)[:, None] * 10000.0 ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
+        dims = self.rotary_dim or self.head_dim
+        angles = np.arange(self.positions)[:, None] * 10000.0 ** (-np.arange(0, dims, 2) / dims)
         return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+    def visible(self, queries: int, tokens: int) -> NDArray[np.bool_]:
+        """Return whether the last queries of a sequence see its tokens, without masks, [queries, tokens]."""
+        if not self.causal:
+            return np.ones((queries, tokens), bool)
+        seen = np.tri(queries, tokens, tokens - queries, dtype=bool)
+        if self.local_window:
+            seen &= ~np.tri(queries, tokens, tokens - queries - self.local_window, dtype=bool)
+        return seen
+
+    def head_sinks(self) -> Floats | None:
+        """Return the sinks [heads]."""
+        return np.linspace(-1, 2, self.heads, dtype=np.float32) if self.head_sink else None
 
 
 def node_model(
@@ -207,6 +227,8 @@ def node_model(
         }
         | ({"softcap": setup.softcap} if setup.softcap else {})
         | ({"reproducible": "everywhere"} if setup.reproducible else {})
+        | ({"local_window_size": setup.local_window} if setup.local_window else {})
+        | ({"head_sink": setup.head_sinks()} if setup.head_sink else {})
         | attributes,
     )
     outputs = [
@@ -257,10 +279,11 @@ def gqa_model(setup: Setup) -> onnx.ModelProto:
 def rotated(x: Floats, positions: NDArray[np.int64], setup: Setup) -> Floats:
     """Return x [B, heads, S, D] with rotary embedding for positions [B, S]."""
     cos, sin = (table[positions][:, None] for table in setup.cos_sin())
-    half = setup.head_dim // 2
-    at = (slice(0, None, 2), slice(1, None, 2)) if setup.rotary == "interleaved" else (slice(half), slice(half, None))
+    half = cos.shape[-1]
+    pairs = (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+    at = pairs if setup.rotary == "interleaved" else (slice(half), slice(half, 2 * half))
     a, b = x[..., at[0]], x[..., at[1]]
-    y = np.empty_like(x)
+    y = x.copy()
     y[..., at[0]], y[..., at[1]] = a * cos - b * sin, b * cos + a * sin
     return y
 
@@ -310,7 +333,7 @@ class Call:
         setup, added = self.setup, self.added[b]
         q = self.q[b, :, :added]
         group = setup.heads // setup.kv_heads
-        scale = setup.scale or setup.head_dim**-0.5
+        scale, sinks = setup.scale or setup.head_dim**-0.5, setup.head_sinks()
         mask = self.feeds["mask"] if setup.mask else None
         total = setup.prompt + self.present[0].shape[2]
         tokens = setup.prompt + self.past[b] + added
@@ -320,23 +343,25 @@ class Call:
         if exact or self.q.shape[2] > SHORT or setup.reproducible or setup.head_dim % 16:
             whole = np.zeros((setup.heads, added, tokens), np.float32) if mask is None else mask.copy()
             if setup.causal:
-                whole[:, ~np.tri(added, tokens, tokens - added, dtype=bool)] = -np.inf
+                whole[:, ~setup.visible(added, tokens)] = -np.inf
             sees = (whole > HIDDEN).any((0, 2))  # each test checks fully masked rows itself
             v = self.v[b].repeat(group, 0)
             if not setup.slots or self.q.shape[2] > SHORT:
                 k = self.keys_of(b, 0).repeat(group, 0)
                 assert_attention_close(
-                    y[:, sees], q[:, sees], k, v, scale, whole[:, sees], False, precision, setup.softcap
+                    y[:, sees], q[:, sees], k, v, scale, whole[:, sees], False, precision, setup.softcap, 0, sinks
                 )
                 return
             for i in np.flatnonzero(sees):
                 k, at = self.keys_of(b, i).repeat(group, 0), slice(i, i + 1)
-                assert_attention_close(y[:, at], q[:, at], k, v, scale, whole[:, at], False, precision, setup.softcap)
+                assert_attention_close(
+                    y[:, at], q[:, at], k, v, scale, whole[:, at], False, precision, setup.softcap, 0, sinks
+                )
             return
         for kv_head in range(setup.kv_heads):
             heads = slice(kv_head * group, (kv_head + 1) * group)
             for i in range(added):
-                visible = np.arange(tokens) < (tokens - added + i + 1 if setup.causal else tokens)
+                visible = setup.visible(added, tokens)[i]
                 if mask is not None:
                     assert (mask[heads, i] == mask[kv_head * group, i]).all()
                     visible &= mask[kv_head * group, i] == 0
@@ -348,6 +373,7 @@ class Call:
                 case = decode_attention.Case(
                     q[heads, i], scale, keys, self.v[b][kv_head][visible], self.present[0], self.present[1],
                     setup.codebooks()[kv_head] if rounded else None, prompt=prompt, softcap=setup.softcap,
+                    sinks=None if sinks is None else sinks[heads],
                 )  # fmt: skip
                 expected, bound = case.expected()
                 error = np.abs(y[heads, i] - expected)

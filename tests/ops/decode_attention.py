@@ -38,6 +38,7 @@ class Case:
     codes: NDArray[np.uint8] | None = None
     prompt: int = 0
     softcap: float = 0
+    sinks: NDArray[np.float32] | None = None  # [heads]
 
     @property
     def tokens(self) -> int:
@@ -107,8 +108,10 @@ class Case:
         """Return exact attention over a range of decoded tokens, and the documented error bound."""
         at = slice(begin, end)
         scores = self.exact_scores()[:, at]
-        p = np.exp2(scores - scores.max(-1, keepdims=True))
-        p /= p.sum(-1, keepdims=True)
+        sinks = np.full((len(scores), 1), -np.inf) if self.sinks is None else LOG2E * self.sinks[:, None]
+        most = np.maximum(scores.max(-1, keepdims=True), sinks)
+        p = np.exp2(scores - most)
+        p /= p.sum(-1, keepdims=True) + np.exp2(sinks - most)
         v = self.values[at].astype(np.float64)
         error = np.broadcast_to(self.score_error(), self.exact_scores().shape)[:, at].max(-1, keepdims=True)
         assert error.max() < 0.5, "the error bound is useless here"

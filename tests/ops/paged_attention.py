@@ -35,6 +35,7 @@ class Node:
     dim: int
     blocks: int = 64
     rotary: int = 0  # positions of cos and sin
+    rotary_dim: int = 0  # elements of a head that are rotated; 0: all
     sinks: bool = False
     packed: bool = False
     by_heads: frozenset[str] = frozenset()  # operands that are [1, heads, tokens, dim]
@@ -64,7 +65,7 @@ class Node:
         ]
         for _ in self.scale_names:
             self.pools.append(np.full((self.blocks, self.kv_heads, BLOCK), self.empty, np.float32))
-        angles = rng.uniform(-3, 3, (self.rotary, self.dim // 2)).astype(np.float32)
+        angles = rng.uniform(-3, 3, (self.rotary, (self.rotary_dim or self.dim) // 2)).astype(np.float32)
         self.cos, self.sin = np.cos(angles), np.sin(angles)
         self.sink_scores = rng.normal(size=self.heads).astype(np.float32)
 
@@ -200,9 +201,12 @@ def rotated(node: Node, array: np.ndarray) -> np.ndarray:
         return array
     interleaved = node.attributes.get("rotary_interleaved", 0)
     cos, sin = node.cos[: len(array), None], node.sin[: len(array), None]
-    a, b = (array[..., ::2], array[..., 1::2]) if interleaved else np.split(array, 2, axis=-1)
+    dims = 2 * cos.shape[-1]
+    turned, rest = array[..., :dims], array[..., dims:]
+    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else np.split(turned, 2, axis=-1)
     parts = a * cos - b * sin, b * cos + a * sin
-    return np.stack(parts, axis=-1).reshape(array.shape) if interleaved else np.concatenate(parts, axis=-1)
+    turned = np.stack(parts, axis=-1).reshape(turned.shape) if interleaved else np.concatenate(parts, axis=-1)
+    return np.concatenate([turned, rest], axis=-1)
 
 
 def expected(node: Node, tensors: Chunk) -> np.ndarray:

@@ -31,10 +31,14 @@ def check(
     mask: Floats | None = None,
     causal: bool = False,
     softcap: float = 0,
+    window: int = 0,
+    sinks: Floats | None = None,
 ) -> None:
     scale = float(q.shape[-1] ** -0.5)
-    y = _testing.nomad_attention(q, k, v, scale, mask, causal, softcap=softcap, kernel=kernel)
-    assert_attention_close(y, q, k[None], v[None], scale, mask, causal, PRECISION[kernel], softcap)
+    y = _testing.nomad_attention(
+        q, k, v, scale, mask, causal, softcap=softcap, window=window, sinks=sinks, kernel=kernel
+    )
+    assert_attention_close(y, q, k[None], v[None], scale, mask, causal, PRECISION[kernel], softcap, window, sinks)
 
 
 @all_kernels
@@ -91,9 +95,11 @@ def test_masks(kernel: str, form: str, causal: bool) -> None:
     causal=st.booleans(),
     magnitude=st.sampled_from([1e-20, 1.0, 3.0]),
     softcap=st.sampled_from([0, 0.5, 20.0]),
+    window=st.sampled_from([0, 0, 1, 5, 64, 150]),
+    sink=st.sampled_from([None, -3.0, 0.0, 40.0]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_shape(heads, queries, more_keys, head_dim, mask, causal, magnitude, softcap, seed) -> None:
+def test_any_shape(heads, queries, more_keys, head_dim, mask, causal, magnitude, softcap, window, sink, seed) -> None:
     rng = np.random.default_rng(seed)
     keys = queries + more_keys
     q, k, v = random(rng, heads, queries, keys, head_dim)
@@ -101,8 +107,9 @@ def test_any_shape(heads, queries, more_keys, head_dim, mask, causal, magnitude,
     if mask is not None:
         shape = [1 if one else size for one, size in zip(MASKS[mask], (heads, queries, keys), strict=True)]
         values = rng.standard_normal(shape, dtype=np.float32)
+    sinks = None if sink is None else (sink + np.arange(heads)).astype(np.float32)
     for kernel in KERNELS:
-        check(kernel, (q * magnitude).astype(np.float32), k, v, values, causal, softcap)
+        check(kernel, (q * magnitude).astype(np.float32), k, v, values, causal, softcap, window * causal, sinks)
 
 
 @all_kernels
@@ -228,3 +235,43 @@ def test_wrong_arguments(change: dict, message: str) -> None:
     _testing.nomad_attention(**given)
     with pytest.raises(ValueError, match=message):
         _testing.nomad_attention(**given | change)
+
+
+@all_kernels
+@pytest.mark.parametrize("window", [1, 30, 64, 100, 128, 200])
+def test_windows(kernel: str, window: int) -> None:
+    """A row has the bits of a call with that row alone, although its block begins with keys that it does not see."""
+    rng = np.random.default_rng(window)
+    q, k, v = random(rng, 2, 150, 400, 32)
+    sinks = rng.standard_normal(2, dtype=np.float32)
+
+    def run(rows: slice, keys: int, **more: object) -> Floats:
+        given = q[:, rows], k[:keys], v[:keys], 0.2, None, True
+        return _testing.nomad_attention(*given, window=window, sinks=sinks, kernel=kernel, **more)
+
+    check(kernel, q, k, v, None, True, 0, window, sinks)
+    whole = run(slice(None), 400)
+    for row in (0, 63, 149):
+        np.testing.assert_array_equal(run(slice(row, row + 1), 251 + row)[:, 0], whole[:, row])
+    # The value of a key that no query sees does not matter.
+    v[: 251 - window] = np.inf
+    k[: 251 - window] = np.nan
+    block = 64 if PRECISION[kernel] == 32 else 128
+    if 251 - window >= block:
+        v[(251 - window) // block * block : 251 - window] = 0
+        k[(251 - window) // block * block : 251 - window] = 0
+        np.testing.assert_array_equal(run(slice(None), 400), whole)
+
+
+@all_kernels
+def test_a_sink_takes_all_where_nothing_is_seen(kernel: str) -> None:
+    q, k, v = random(np.random.default_rng(3), 2, 20, 30, 16)
+    mask = np.full((1, 20, 30), -np.inf, np.float32)
+    y = _testing.nomad_attention(q, k, v, 0.5, mask, sinks=np.zeros(2, np.float32), kernel=kernel)
+    np.testing.assert_array_equal(y, np.zeros_like(q))
+    # A sink of -Inf is no sink.
+    none = np.full(2, -np.inf, np.float32)
+    np.testing.assert_array_equal(
+        _testing.nomad_attention(q, k, v, 0.5, sinks=none, kernel=kernel),
+        _testing.nomad_attention(q, k, v, 0.5, kernel=kernel),
+    )

@@ -53,7 +53,14 @@ class Case:
         return feeds | {"query": np.concatenate([self.feeds[name] for name in ("query", "key", "value")], -1)}
 
     def check(
-        self, y: Floats, scale: float | None = None, causal: bool = False, precision: int = 32, softcap: float = 0
+        self,
+        y: Floats,
+        scale: float | None = None,
+        causal: bool = False,
+        precision: int = 32,
+        softcap: float = 0,
+        window: int = 0,
+        sinks: Floats | None = None,
     ) -> None:
         q = by_heads(self.feeds["query"], self.heads)
         k, v = (
@@ -62,7 +69,8 @@ class Case:
         )
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         assert y.shape == self.feeds["query"].shape
-        assert_attention_close(by_heads(y, self.heads), q, k, v, scale, self.mask, causal, precision, softcap)
+        y = by_heads(y, self.heads)
+        assert_attention_close(y, q, k, v, scale, self.mask, causal, precision, softcap, window, sinks)
 
 
 def runs(model: onnx.ModelProto, feeds: dict[str, Floats], threads: int = 1) -> list[Floats]:
@@ -233,21 +241,29 @@ def test_caches_of_nodes_without_one() -> None:
     causal=st.booleans(),
     scale=st.sampled_from([0.0, 0.3, -0.2]),
     softcap=st.sampled_from([None, 0.0, 1.5, 30.0]),
+    window=st.sampled_from([None, 0, 1, 8, 50]),
+    has_sinks=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_shape(batch, queries, more_keys, kv_heads, group, head_dim, axes, causal, scale, softcap, seed) -> None:
+def test_any_shape(
+    batch, queries, more_keys, kv_heads, group, head_dim, axes, causal, scale, softcap, window, has_sinks, seed
+) -> None:
     heads, keys = kv_heads * group, queries + more_keys
     mask = None
     if axes is not None:
         sizes = [batch, heads, queries, keys][4 - len(axes) :]
         mask = [size if whole else 1 for size, whole in zip(sizes, axes, strict=True)]
     case = Case(seed, batch, queries, keys, heads, kv_heads, head_dim, mask)
+    sinks = np.linspace(-2, 3, heads, dtype=np.float32) if has_sinks else None
+    # A mask could hide all keys of a window.
+    window = window if causal and mask is None else None
+    given = {"softcap": softcap, "local_window_size": window, "head_sink": sinks}
     model = node_model(
         heads, kv_heads, mask=mask is not None, causal=int(causal), scale=scale, mask_rank=len(mask or ()),
-        **{} if softcap is None else {"softcap": softcap},
+        **{name: value for name, value in given.items() if value is not None},
     )  # fmt: skip
     for y in runs(model, case.feeds, threads=2):
-        case.check(y, scale or None, causal, softcap=softcap or 0)
+        case.check(y, scale or None, causal, softcap=softcap or 0, window=window or 0, sinks=sinks)
 
 
 @pytest.mark.parametrize("opset", [13, 17, 18, 21, 23])
@@ -370,6 +386,10 @@ def test_shapes_are_inferred(tmp_path) -> None:
         ({"scale": float("nan")}, "scale is nan, expected a finite value"),
         ({"softcap": -1.0}, "softcap is -1, expected 0, or"),
         ({"softcap": float("inf")}, "softcap is inf, expected 0, or"),
+        ({"local_window_size": 4}, "local_window_size is 4, expected 0 unless causal is 1"),
+        ({"local_window_size": -1, "causal": 1}, "local_window_size is -1, expected 0 to"),
+        ({"head_sink": [1.0, 2.0]}, "head_sink has 2 elements, expected 4, one a head"),
+        ({"head_sink": [0.0, 0.0, 0.0, np.nan]}, "head_sink contains nan, expected finite values"),
     ],
 )
 def test_bad_attributes(attributes: dict[str, Any], message: str) -> None:

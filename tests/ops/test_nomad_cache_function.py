@@ -39,6 +39,15 @@ def test_calls_one_after_another(kind: str, rotary: str | None, packed: bool, le
         both.check(decoder.call(queries))
 
 
+@kinds
+@pytest.mark.parametrize("rotary", [None, "half", "interleaved"])
+def test_windows_sinks_and_a_part_of_the_head_turned(kind: str, rotary: str | None) -> None:
+    setup = Setup(kind=kind, rotary=rotary, rotary_dim=8, local_window=6, head_sink=True)
+    both, decoder = Both(setup), Decoder(setup, 2, room=64)
+    for queries in CALLS:
+        both.check(decoder.call(queries))
+
+
 @pytest.mark.parametrize("kind", ["codes", "codes_float"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "d_sub"),

@@ -355,15 +355,19 @@ def test_output_types_are_known_without_declaring_them() -> None:
     room=st.integers(0, 80),
     threads=st.integers(1, 3),
     softcap=st.sampled_from([0.0, 0.8]),
+    window=st.sampled_from([0, 1, 7, 30]),
+    sink=st.booleans(),
+    part=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_shape(
-    kind, d_sub, heads, head_dim, packed, rotary, lengths, causal, batch, calls, room, threads, softcap, seed
-) -> None:
+    kind, d_sub, heads, head_dim, packed, rotary, lengths, causal, batch, calls, room, threads, softcap, window, sink,
+    part, seed,
+) -> None:  # fmt: skip
     kv_heads, group = heads
     setup = Setup(
         kv_heads * group, kv_heads, head_dim, kind, d_sub if kind != "float" else 1, packed, rotary, lengths, causal,
-        softcap=softcap,
+        softcap=softcap, local_window=window if causal else 0, head_sink=sink, rotary_dim=head_dim // 4 if part else 0,
     )  # fmt: skip
     decoder = Decoder(setup, batch, seed, room if lengths else 0, q_magnitude=0.3)
     ours = session(node_model(setup), threads=threads)

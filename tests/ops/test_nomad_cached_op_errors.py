@@ -251,7 +251,7 @@ def tables(cos: tuple[int, ...], sin: tuple[int, ...] | None = None) -> dict[str
     [
         (tables((8, 16)), "longest sequence has 9 tokens, but cos and sin have 8 positions"),
         (tables((0, 16)), "longest sequence has 9 tokens, but cos and sin have 0 positions"),
-        (tables((9, 15)), r"cos has shape \[9, 15\] and sin \[9, 15\], expected \[positions, 16\] for both"),
+        (tables((9, 17)), r"cos has shape \[9, 17\] and sin \[9, 17\], expected \[positions, 16\] for both, or fewer"),
         (tables((9, 16), (8, 16)), r"cos has shape \[9, 16\] and sin \[8, 16\]"),
         (tables((9, 32)), r"cos has shape \[9, 32\]"),
         (tables((144,)), r"cos has shape \[144\]"),

@@ -112,6 +112,8 @@ def assert_same_pools(pool: np.ndarray, other: np.ndarray) -> None:
         {"heads": 2, "kv_heads": 1, "dim": 80, "attributes": {"scale": 0.25}},
         ROTARY["half"],
         ROTARY["interleaved"],
+        {"rotary": 300, "rotary_dim": 12},
+        {"rotary": 300, "rotary_dim": 12, "attributes": {"rotary_interleaved": 1}},
         {"attributes": {"window": 20}},
         {"attributes": {"window": 1}},
         {"sinks": True},

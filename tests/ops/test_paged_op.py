@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
         "rotary": 600,
         "attributes": {"rotary_interleaved": 1},
     },
+    "a part of the head turned": {"heads": 4, "kv_heads": 2, "dim": 32, "rotary": 600, "rotary_dim": 12},
     "softcap": {"heads": 4, "kv_heads": 2, "dim": 32, "attributes": {"softcap": 3.0}},
     "window": {"heads": 4, "kv_heads": 2, "dim": 32, "attributes": {"window": 40}},
     "window of 1": {"heads": 4, "kv_heads": 2, "dim": 16, "attributes": {"window": 1}},

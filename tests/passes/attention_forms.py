@@ -210,6 +210,28 @@ def capped_by_tanh(mask_first: bool = False, caps: int = 1) -> Callable[[Graph],
     return build
 
 
+def with_sinks(scaled: bool = False) -> Callable[[Graph], str]:
+    """gpt-oss: each head has a further score, whose weight is dropped. scaled: all scores are scaled together."""
+
+    def build(graph: Graph) -> str:
+        q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
+        scores = graph.op("Mul", graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), graph.number(0.3))
+        scores = graph.op("Add", scores, graph.additive_mask())
+        column = graph.op("Reshape", np.linspace(-1, 2, H, dtype=np.float32), np.array([1, H, 1, 1], np.int64))
+        rows = graph.op("Slice", graph.op("Shape", q), np.array([0], np.int64), np.array([3], np.int64))
+        column = graph.op("Expand", column, graph.op("Concat", rows, np.array([1], np.int64), axis=0))
+        scores = graph.op("Concat", scores, column, axis=-1)
+        if scaled:
+            scores = graph.op("Mul", scores, graph.number(0.5))
+        largest = graph.op("ReduceMax", scores, axes=[-1], keepdims=1)
+        weights = graph.op("Softmax", graph.op("Sub", scores, largest), axis=-1)
+        zero, last = np.array([0], np.int64), np.array([-1], np.int64)
+        weights = graph.op("Slice", weights, zero, last, np.array([3], np.int64))
+        return graph.merge(graph.op("MatMul", weights, v))
+
+    return build
+
+
 FORMS = {
     "usual": usual,
     "no mask": no_mask,
@@ -232,6 +254,7 @@ FORMS = {
     "Attention of heads": onnx_attention_of_heads,
     "Attention with softcap": capped,
     "capped": capped_by_tanh(),
+    "sinks": with_sinks(),
 }
 
 

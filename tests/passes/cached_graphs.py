@@ -180,6 +180,23 @@ def capped(graph: CachedGraph) -> str:
     return graph.attended(graph.op("Add", scores, graph.masked()), value)
 
 
+def with_sinks(graph: CachedGraph) -> str:
+    """gpt-oss: each head has a further score, whose weight is dropped."""
+    q, k, v = (graph.heads(graph.linear(name)) for name in ("query", "ke", "value"))
+    key, value = graph.appended("key", k), graph.appended("value", v)
+    scores = graph.op("Mul", graph.op("MatMul", q, graph.transpose(key, 0, 1, 3, 2)), graph.number(0.3))
+    scores = graph.op("Add", scores, graph.masked())
+    sinks = np.linspace(-1, 2, H, dtype=np.float32).reshape(1, H, 1, 1)
+    sizes = [graph.size("x", 0), np.array([H], np.int64), graph.size(q, 2), np.array([1], np.int64)]
+    column = graph.op("Expand", sinks, graph.op("Concat", *sizes, axis=0))
+    scores = graph.op("Concat", scores, column, axis=-1)
+    largest = graph.op("ReduceMax", scores, np.array([-1], np.int64), keepdims=1)
+    weights = graph.op("Softmax", graph.op("Sub", scores, largest), axis=-1)
+    zero, last = np.array([0], np.int64), np.array([-1], np.int64)
+    weights = graph.op("Slice", weights, zero, last, np.array([3], np.int64))
+    return graph.merge(graph.op("MatMul", weights, value))
+
+
 FORMS: list[Callable[[CachedGraph], str]] = [
     joined_layer,
     constant_masks,
@@ -188,6 +205,7 @@ FORMS: list[Callable[[CachedGraph], str]] = [
     turned_in_part,
     scaled_behind_the_mask,
     capped,
+    with_sinks,
 ]
 
 

@@ -21,6 +21,20 @@ EXACT = {"keys": "float32", "values": "float32"}
 
 SIZES = {"head_dim": 16, "num_attention_heads": 6, "num_key_value_heads": 2}
 
+# Decoders of the shapes of Gemma 2 and 3, and of gpt-oss without its experts.
+RECENT: dict[str, dict[str, Any]] = {
+    "gemma": {
+        "windows": (6, 0),
+        "local_rope_theta": 500.0,
+        "qk_norm": True,
+        "sandwich_norms": True,
+        "attention_scale": 0.2,
+        "attention_softcap": 5.0,
+        "activation": "gelu_tanh",
+    },
+    "gpt-oss": {"windows": (6, 0), "attention_sinks": True, "qkv_bias": True},
+}
+
 VOCABULARY = tiny.TINY_LLAMA.vocab_size
 
 LAYERS = tiny.TINY_LLAMA.num_hidden_layers

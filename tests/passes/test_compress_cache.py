@@ -272,9 +272,9 @@ def hide_present(model: onnx.ModelProto) -> None:
 @pytest.mark.parametrize(
     ("change", "reason", "left"),
     [
-        (set_attribute("local_window_size", "64"), "it has local_window_size '64'", 2),
+        (set_attribute("local_window_size", "64"), "its attribute 'local_window_size' is not", 2),
         (set_attribute("softcap", -3.0), r"its scores are capped \(softcap\) at -3, expected", 2),
-        (set_attribute("smooth_softmax", 1), "it has smooth_softmax 1", 2),
+        (set_attribute("smooth_softmax", 2), "it has smooth_softmax 2", 2),
         (set_attribute("causal", 0), "it has causal 0", 2),
         (add_bias, "it has an input attention_bias", 2),
         (read_head_dim, "its cache 'past_key_values.0.key' is also used by Shape 'asks'", 1),

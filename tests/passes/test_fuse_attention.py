@@ -32,6 +32,7 @@ from .attention_forms import (
     shown_weights,
     unknown_heads,
     used_scores,
+    with_sinks,
 )
 from .attention_graphs import FLOAT, Graph, S, W, feeds
 from .small_models import op_types, random_weight, relative_error, run
@@ -129,6 +130,7 @@ def reasons(report: OptimizationReport) -> list[str]:
         (capped_below_zero, r"its scores are capped \(softcap\) at -1, expected "),
         (capped_by_tanh(mask_first=True), r"by a Tanh \(softcap\) after a mask is added, expected before"),
         (capped_by_tanh(caps=2), r"by two Tanh \(softcap\)"),
+        (with_sinks(scaled=True), r"adds a column to its scores, expected two inputs and no step between it and the"),
     ],
     ids=lambda one: getattr(one, "__name__", None),
 )

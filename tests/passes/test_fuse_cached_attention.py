@@ -21,7 +21,20 @@ from ortolan.graph_passes.passes.attention.rewrite import ROUNDING
 from ortolan.models import tiny
 
 from . import cached_graphs
-from .cached_llama import FORMS, LAYERS, VOCABULARY, Decoding, decode, distance, llama, prompt, session, unequal_mask
+from .cached_llama import (
+    FORMS,
+    LAYERS,
+    RECENT,
+    VOCABULARY,
+    Decoding,
+    decode,
+    distance,
+    llama,
+    prompt,
+    recipe,
+    session,
+    unequal_mask,
+)
 from .small_models import op_types, run
 
 NAME = "fuse_cached_attention"
@@ -153,11 +166,10 @@ def with_attribute(name: str, value: int, layers: range = range(LAYERS)) -> onnx
 
 @pytest.mark.parametrize("window", [1, 6, 70, 200])
 @pytest.mark.parametrize("layers", [range(1), range(LAYERS)], ids=["one layer", "all layers"])
-def test_windows_become_masks(window: int, layers: range) -> None:
+def test_windows(window: int, layers: range) -> None:
     model = with_attribute("local_window_size", window, layers)
     found, _ = fused(model)
-    assert op_types(found).count("NoMADAttention") == LAYERS
-    assert op_types(found).count("Range") == 2  # one mask for all layers
+    assert op_types(found).count("NoMADAttention") == LAYERS and "Where" not in op_types(found)
     cuts = (70, 71, 72)
     for mask in (None, unequal_mask("right")[:, :72]):
         seen = 1 if mask is None else mask[:, :, None]
@@ -168,6 +180,33 @@ def test_windows_become_masks(window: int, layers: range) -> None:
     ids = [1, 20, 30, 4, 4, 90]
     expected = generate(session(model), ids, 30)
     assert generate(Decoder(session(found), cache_length=64), ids, 30) == expected
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", RECENT)
+def test_recent_decoders(form: str, kind: str) -> None:
+    """Windows in every other layer, with soft-capping and normalized queries and keys, or with sinks."""
+    model = llama(form, **RECENT[kind])
+    found, report = fused(model)
+    assert report.portable and op_types(found).count("NoMADAttention") == LAYERS
+    assert not {"GroupQueryAttention", "Softmax"} & set(op_types(found))
+    cuts = (70, 71, 72) if form == "gqa" else (70, 71, 72, 80, 81)
+    np.testing.assert_allclose(decode(found, cuts), decode(model, cuts), atol=3e-5)
+    ids = [1, 20, 30, 4, 4, 90]
+    assert generate(session(found), ids, 30) == generate(session(model), ids, 30)
+    feeds = prompt(model, tokens=20)
+    for one, other in zip(run(found, feeds, library=False), run(model, feeds), strict=True):
+        np.testing.assert_allclose(one, other, atol=3e-5)
+
+
+def test_sinks_beside_a_compressed_cache() -> None:
+    model = llama("gqa", **RECENT["gpt-oss"])
+    found = ortolan.optimize_onnx(
+        model, recipe=recipe(), calibration=[prompt(model, seed=seed) for seed in (5, 6)]
+    ).model
+    assert found is not None and op_types(found).count("NoMADAttention") == LAYERS
+    cuts = (70, 71, 72)
+    assert distance(decode(found, cuts), decode(model, cuts)) < 0.2
 
 
 @pytest.mark.parametrize("form", ["packed", "separate"])
@@ -186,12 +225,12 @@ def test_some_layers_without_rotary_embedding(form: str) -> None:
     ("model", "kind", "reason"),
     [
         (
-            with_attribute("smooth_softmax", 1),
+            with_attribute("sliding_window_cache", 1),
             "GroupQueryAttention",
-            "it has smooth_softmax 1, which NoMADAttention does not support",
+            "it has sliding_window_cache 1, which NoMADAttention does not support",
         ),
     ],
-    ids=["smooth"],
+    ids=["a cache of a window"],
 )
 def test_what_is_refused_stays_and_is_told_once(model: onnx.ModelProto, kind: str, reason: str) -> None:
     feeds = cached_graphs.feeds(model, 4, 3) if kind == "Softmax" else prompt(model)

@@ -18,7 +18,7 @@ NAME = "attention"
 
 @dataclass(frozen=True)
 class Form:
-    """The attributes of a node. rotary: None, half or interleaved. scale 0: the default scale."""
+    """The attributes of a node. rotary: None, half or interleaved. scale, rotary_dim 0: the default."""
 
     packed: bool = False
     rotary: str | None = None
@@ -28,13 +28,22 @@ class Form:
     kv_heads: int = 2
     head_dim: int = 16
     positions: int = 128
+    window: int = 0
+    sinks: str | None = None  # head_sink: the input; smooth: the attribute smooth_softmax
+    rotary_dim: int = 0
 
     @property
     def setup(self) -> Setup:
         return Setup(
             self.heads, self.kv_heads, self.head_dim, packed=self.packed, rotary=self.rotary, scale=self.scale,
-            positions=self.positions, softcap=self.softcap,
+            positions=self.positions, softcap=self.softcap, local_window=self.window, rotary_dim=self.rotary_dim,
         )  # fmt: skip
+
+    @property
+    def sink_scores(self) -> np.ndarray | None:
+        if self.sinks is None:
+            return None
+        return np.linspace(-1, 3, self.heads, dtype=np.float32) * (self.sinks == "head_sink")
 
     def node(self, **more: Any) -> onnx.NodeProto:
         """Return the node; `more` adds or replaces attributes."""
@@ -46,9 +55,15 @@ class Form:
         }
         if self.rotary:
             attributes |= {"do_rotary": 1, "rotary_interleaved": int(self.rotary == "interleaved")}
+        if self.window:
+            attributes["local_window_size"] = self.window
+        if self.sinks == "smooth":
+            attributes["smooth_softmax"] = 1
         own = ["", ""] if self.packed else ["key", "value"]
         tables = ["cos", "sin"] if self.rotary else []
         inputs = ["query", *own, "past_key", "past_value", "lengths", "total", *tables]
+        if self.sinks == "head_sink":
+            inputs += [*[""] * (11 - len(inputs)), "head_sink"]
         outputs = ["y", "present_key", "present_value"]
         return helper.make_node(
             "GroupQueryAttention", inputs, outputs, NAME, domain="com.microsoft", **attributes | more
@@ -70,6 +85,8 @@ class Form:
         node = node or self.node()
         value = helper.make_tensor_value_info
         tables = dict(zip(("cos", "sin"), self.setup.cos_sin(), strict=True))
+        if (sinks := self.sink_scores) is not None:
+            tables["head_sink"] = sinks
         graph = helper.make_graph(
             [node],
             "attention with a cache",

@@ -86,7 +86,9 @@ class _Walk:
         for role in roles:
             self.array(f"{role}.bias")
         self.integers("", "heads", "kv_heads", "head_dim", "scale", "softcap")
-        self.integers("", "causal", "zero_hidden_rows", "is_precise", "is_beside_cache", "reproducible")
+        self.integers("", "causal", "zero_hidden_rows", "window")
+        self.array("sinks")
+        self.integers("", "is_precise", "is_beside_cache", "reproducible")
         self.input("zero_rows")
         for i in range(self.integer("masks")):
             self.mask(f"mask{i}")

@@ -286,6 +286,8 @@ def cached_model(rng: Rng) -> tuple[ModelProto, Feeds]:
         heads=6,
         kv_heads=pick(rng, [1, 2, 6]),
         positions=48,
+        window=pick(rng, [0, 0, 5]),
+        sinks=pick(rng, [None, "head_sink", "smooth"]),
     )
     batch, rows, past = pick(rng, [(1, 1, 0), (2, 1, 9), (2, 7, 0), (1, 5, 9), (3, 1, 30)])
     # All sequences have the same length, because results for padding are arbitrary.

@@ -13,13 +13,14 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 import ortolan
+from ortolan.generate import generate
 
 from ..ops.cached_attention import node_model
 from ..ops.isa_process import run_with_isa
 from ..ops.single_node import assert_same_bits
 from ..passes import cached_graphs
 from ..passes.attention_graphs import D, H
-from ..passes.cached_llama import LAYERS, Decoding, llama
+from ..passes.cached_llama import LAYERS, RECENT, Decoding, llama
 from ..passes.small_models import op_types, run
 from .cached_models import FLOAT, INT32, NAME, Arrays, Form
 from .sessions import ORT_VERSION, claimed, needs_provider, plain_session, provider_session
@@ -37,6 +38,11 @@ FORMS = {
     "softcap": Form(softcap=0.6, packed=True, rotary="half"),
     "one head of keys": Form(kv_heads=1, head_dim=64),
     "as many heads of keys": Form(kv_heads=6, head_dim=16, rotary="half"),
+    "window": Form(window=9, rotary="half"),
+    "window, wide heads": Form(window=40, heads=4, kv_heads=1, head_dim=256, scale=0.1, softcap=2.0, packed=True),
+    "sinks": Form(sinks="head_sink", window=12, rotary="half"),
+    "smooth softmax": Form(sinks="smooth", packed=True),
+    "a part of the head turned": Form(rotary="half", head_dim=32, rotary_dim=16),
 }
 # batch, rows, past
 CALLS = [(1, 1, 0), (2, 1, 37), (1, 4, 20), (2, 5, 0), (1, 70, 0), (1, 33, 40), (2, 70, 0)]
@@ -46,7 +52,8 @@ def operator_answers(form: Form, feeds: Arrays) -> list[np.ndarray]:
     """Run with NoMADAttention."""
     options = ort.SessionOptions()
     ortolan.register(options)
-    session = ort.InferenceSession(node_model(form.setup).SerializeToString(), options)
+    sinks = {} if form.sinks is None else {"head_sink": form.sink_scores}
+    session = ort.InferenceSession(node_model(form.setup, **sinks).SerializeToString(), options)
     answers: list[np.ndarray] = session.run(None, {name: feeds[name] for name in feeds if name != "total"})
     return answers
 
@@ -197,6 +204,20 @@ def test_a_decoder_answers_as_the_optimized_file(kind: str) -> None:
         assert_same_bits(found, wanted)
 
 
+@pytest.mark.parametrize("form", ["standard", "gqa"])
+@pytest.mark.parametrize("kind", RECENT)
+def test_recent_decoders(form: str, kind: str) -> None:
+    model = llama(form, **RECENT[kind])
+    provider, plain = provider_session(model), plain_session(model)
+    kinds = {node.name: node.op_type for node in model.graph.node}
+    taken = {kinds.get(name) for name in claimed(provider)}
+    assert taken == {"GroupQueryAttention" if form == "gqa" else "Softmax"} and len(claimed(provider)) == LAYERS
+    ids = [1, 20, 30, 4, 4, 90]
+    assert generate(provider, ids, 30) == generate(plain, ids, 30)
+    for found, expected in zip(decoder_answers(provider, model), decoder_answers(plain, model), strict=True):
+        np.testing.assert_allclose(found, expected, atol=3e-5)
+
+
 def test_nobody_reads_the_present() -> None:
     form = FORMS["rotary"]
     model, feeds = form.model(), form.feeds(2, 3, 5)
@@ -251,15 +272,17 @@ LEFT: dict[str, tuple[onnx.NodeProto, dict[str, Any], str]] = {
         {},
         "its scores are capped (softcap) at 1e+07, expected 0.0009765625 to 1048576",
     ),
-    "a window": (ROTARY.node(local_window_size=8), {}, f"it has local_window_size 8, {NOT_KNOWN}"),
-    "smooth softmax": (ROTARY.node(smooth_softmax=1), {}, f"it has smooth_softmax 1, {NOT_KNOWN}"),
     "positions": (
         with_input(9, "position_ids"),
         {"position_ids": (TensorProto.INT64, ["batch", "rows"])},
         "it has an input position_ids",
     ),
     "a mask": (with_input(10, "bias"), {"bias": (FLOAT, [1, 1, "rows", "all"])}, "it has an input attention_bias"),
-    "sinks": (with_input(11, "sink"), {"sink": (FLOAT, [6])}, "it has an input head_sink"),
+    "sinks": (
+        with_input(11, "sink"),
+        {"sink": (FLOAT, [6])},
+        "its sinks 'sink' are not 6 finite constant floats, one a head",
+    ),
     "no cache": (without_inputs(ROTARY, 3, 4), {}, "it has no cache of keys and values"),
     "unknown width": (
         ROTARY.node(),
@@ -294,12 +317,12 @@ def test_left_with_a_reason(name: str) -> None:
     assert [(one.node, one.taken, one.reason) for one in found] == [(NAME, False, reason)]
 
 
-def test_a_part_of_the_head_turns() -> None:
+def test_different_tables() -> None:
     model = ROTARY.model()
-    for tensor in model.graph.initializer:
-        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor)[:, :4], tensor.name))
+    (table,) = (tensor for tensor in model.graph.initializer if tensor.name == "sin")
+    table.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(table)[:, :4], "sin"))
     (found,) = ortolan.inspect_provider(model, claims="all").nodes
-    expected = "its rotary tables have shapes [128, 4] and [128, 4], expected [positions, 8] for whole heads"
+    expected = "its rotary tables have shapes [128, 8] and [128, 4], expected [positions, 8] or fewer columns"
     assert (found.taken, found.reason) == (False, expected)
 
 
@@ -397,7 +420,8 @@ def test_decomposed_forms(form: Callable[[cached_graphs.CachedGraph], str], tmp_
     model = cached_graphs.model(form)
     calls = [cached_graphs.feeds(model, past, rows) for past, rows in CACHED_CALLS]
     found = [one.what for one in ortolan.inspect_provider(model, claims="all").nodes if one.taken]
-    assert found == [f"attention of {H} heads of {D} over a cache of {1 if 'one_head' in form.__name__ else H}"]
+    more = ", with sinks" if form is cached_graphs.with_sinks else ""
+    assert found == [f"attention of {H} heads of {D} over a cache of {1 if 'one_head' in form.__name__ else H}{more}"]
     expected = ortolan.optimize_onnx(
         model, recipe=ortolan.Recipe.of(cache="float32"), calibration=calls[:1], options={"verify.seconds": 0.0}
     ).model

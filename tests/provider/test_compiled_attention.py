@@ -270,6 +270,9 @@ LARGE = 1 << 40
         ({"softcap": bits(-1)}, "softcap is -1, expected 0, or"),
         ({"causal": 2}, "a flag is 2, expected 0 or 1"),
         ({"zero_hidden_rows": -1}, "a flag is -1"),
+        ({"window": -1}, "the window is -1, expected 0 to"),
+        ({"window": 4}, "it has a window of 4, but is not causal"),
+        ({"sinks__bytes": 4}, "it has 1 sinks, expected 4"),
         ({"is_precise": 2}, "a flag is 2"),
         ({"is_beside_cache": 2}, "a flag is 2"),
         ({"reproducible": 2}, "a flag is 2"),
@@ -398,7 +401,7 @@ def test_mutated_files_never_crash(kind: str, int8: Quantize, tmp_path: Path) ->
         model = int8(ir.to_proto(tiny.tiny_bert(hidden_size=40, num_attention_heads=4, num_hidden_layers=1)))
         given = tokens(model, 2, 9)
     elif kind == "cache":
-        form = Form(rotary="half", packed=True)
+        form = Form(rotary="half", packed=True, window=4, sinks="head_sink")
         model, given = form.model(), form.feeds(2, 3, 5)
     else:
         model = int8(built(constant_mask("cut") if kind == "constant mask" else cross))

@@ -20,7 +20,7 @@ from ortolan.graph_passes.serve.form import FORM_VERSION
 from ortolan.graph_passes.serve.int8_cache import use_int8_cache
 from ortolan.models import tiny
 
-from ..passes.cached_llama import FORMS, llama
+from ..passes.cached_llama import FORMS, RECENT, llama
 from .paged import open_model, run, step_of
 
 IDS = np.random.default_rng(0).integers(0, tiny.TINY_LLAMA.vocab_size, 45).tolist()
@@ -187,6 +187,23 @@ def test_windows_of_masks_are_kept(tmp_path: Path) -> None:
     changed = run(paged, ([IDS[0] ^ 1, *IDS[1:]], 0, BLOCKS))
     np.testing.assert_array_equal(first[6:], changed[6:])
     assert (first[:6] != changed[:6]).any(axis=1).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_windows_and_sinks(form: str, tmp_path: Path) -> None:
+    """A decoder of gpt-oss's shape: sinks, and a window in the first layer."""
+    onnx.save(llama(form, **RECENT["gpt-oss"]), tmp_path / "model.onnx")
+    ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "serving.onnx", weights="bf16", serve=True)
+    model = onnx.load(tmp_path / "serving.onnx")
+    nodes = [node for node in model.graph.node if node.op_type == "PagedNoMADAttention"]
+    assert [{one.name: one.i for one in node.attribute}["window"] for node in nodes] == [6, 0]
+    assert [node.input[10] != "" for node in nodes] == [True, True]
+    found = run(open_model(tmp_path / "serving.onnx"), (IDS, 0, BLOCKS))
+    expected = Decoder(ortolan.create_session(tmp_path / "model.onnx")).step(IDS)
+    assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected)
+    paged = open_model(tmp_path / "serving.onnx")
+    parts = [run(paged, (IDS[begin:end], begin, BLOCKS)) for begin, end in pairwise((0, 1, 9, 30, 45))]
+    np.testing.assert_array_equal(np.concatenate(parts), found)
 
 
 def _add_window(model: onnx.ModelProto, window: int) -> None:

@@ -9,11 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ...find.attention import Mask
-from ...find.cached_attention import CachedAttention
 from ...operators.nodes import new_initializer
-
-# Added to scores of keys that a window hides. It is finite, because Softmax returns NaN for a row of -inf.
-_HIDDEN = float(np.finfo(np.float32).min)
 
 
 class MaskSums:
@@ -42,44 +38,6 @@ class MaskSums:
                 self._made[first] = self._named(node, ir.node("Add", values), made)
             total = self._made[first]
         return total
-
-    def within_window(self, match: CachedAttention, mask: ir.Value | None, made: list[ir.Node]) -> ir.Value | None:
-        """Return the mask with keys before each token's window hidden too, as for `sum_of`."""
-        if not match.window:
-            return mask
-        key = match.window, match.lengths
-        if key not in self._made:
-            self._made[key] = self._window(match, made)
-        if mask is None:
-            return self._made[key]
-        return self._named(match.node, ir.node("Add", [mask, self._made[key]]), made)
-
-    def _window(self, match: CachedAttention, made: list[ir.Node]) -> ir.Value:
-        """Return the mask [batch, 1, rows, tokens of the present cache] that hides keys before the window."""
-        node = match.node
-        assert isinstance(node.graph, ir.Graph) and match.lengths is not None
-
-        def integers(op_type: str, *inputs: ir.Value, **attributes: int) -> ir.Value:
-            return self._named(node, ir.node(op_type, inputs, attributes), made, ir.DataType.INT64)
-
-        def constant(*numbers: int) -> ir.Value:
-            return self._constant(node, np.array(numbers, np.int64))
-
-        zero, one = (self._constant(node, np.array(number, np.int64)) for number in (0, 1))
-        # The ids have as many rows as the query. The mask then depends on no layer, and all layers can share it.
-        ids = next((value for value in node.graph.inputs if value.name == "input_ids"), match.query)
-        rows = integers("Gather", integers("Shape", ids), one)
-        after = integers("Cast", match.lengths, to=ir.DataType.INT64)
-        past = integers("Max", integers("Sub", integers("Add", after, one), rows), zero)
-        room = integers("Gather", integers("Shape", match.past_key), self._constant(node, np.array(2, np.int64)))
-        longest = integers("ReduceMax", integers("Add", past, rows), keepdims=0)
-        token = integers("Range", zero, integers("Max", longest, room), one)
-        row = integers("Reshape", integers("Range", zero, rows, one), constant(-1, 1))
-        position = integers("Add", integers("Reshape", past, constant(-1, 1, 1, 1)), row)
-        first = integers("Sub", position, self._constant(node, np.array(match.window - 1, np.int64)))
-        hidden = self._named(node, ir.node("Less", [token, first]), made, ir.DataType.BOOL)
-        branches = [self._number(node, number) for number in (_HIDDEN, 0.0)]
-        return self._named(node, ir.node("Where", [hidden, *branches]), made)
 
     def _by_heads(self, node: ir.Node, mask: Mask, made: list[ir.Node]) -> Mask:
         """Reshape [batch x heads, queries, keys] to [batch, heads, queries, keys]."""

@@ -17,7 +17,7 @@ from ...find.cached_attention import CachedAttention
 from ...find.constants import remove_unused
 from ...names import EVERYWHERE, ORTOLAN_DOMAIN
 from ...operators.nodes import declare_operators
-from ...operators.nomad_attention_function import OP_TYPE, REPRODUCIBLE, SOFTCAP
+from ...operators.nomad_attention_function import OP_TYPE, REPRODUCIBLE, SINKS, SOFTCAP, WINDOW
 from ...options import Globs, PassOptions, any_matches, takes
 from ..context import RecipePass
 from ..normalize import require_normalized
@@ -145,6 +145,10 @@ class AttentionRewrite(RecipePass, Generic[Match]):
         }
         if match.softcap:
             attributes[SOFTCAP.name] = float(match.softcap)
+        if match.window:
+            attributes[WINDOW.name] = match.window
+        if match.sinks:
+            attributes[SINKS.name] = ir.AttrFloat32s(SINKS.name, match.sinks)
         if self.options.reproducible is not None:
             attributes[REPRODUCIBLE.name] = self.options.reproducible
         return attributes
@@ -197,8 +201,6 @@ class AttentionRewrite(RecipePass, Generic[Match]):
         assert graph is not None
         made: list[ir.Node] = []
         mask = masks.sum_of(match.node, match.masks, match.query, made)
-        if isinstance(match, CachedAttention):
-            mask = masks.within_window(match, mask, made)
         node = self.make_node(model, match, mask, made)
         assert (node.domain, node.op_type) == (ORTOLAN_DOMAIN, OP_TYPE)
         read = [value for old in match.nodes for value in old.inputs if value is not None]

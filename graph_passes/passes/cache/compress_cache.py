@@ -400,6 +400,8 @@ def _with_others(uses: CacheUses | None, others: Sequence[ir.Node]) -> CacheUses
         zero_hidden_rows=uses.zero_hidden_rows or own.zero_hidden_rows,
         softcap=uses.softcap or own.softcap,
         reproducible=uses.reproducible or own.reproducible,
+        sinks=uses.sinks or own.sinks,
+        window=uses.window or own.window,
     )
 
 
@@ -453,11 +455,13 @@ def _find_uses(
         packed=kinds.pop(),
         by_heads=common,
         mixed=frozenset.union(*layouts) - common,
-        mask=any(match.masks or match.window for match in chosen),
+        mask=any(match.masks for match in chosen),
         grouped=any(match.kv_heads != match.heads for match in chosen),
         causal=any(match.causal for match in chosen),
         zero_hidden_rows=any(match.zero_hidden_rows for match in chosen),
         softcap=any(match.softcap for match in chosen),
+        sinks=any(match.sinks for match in chosen),
+        window=any(match.window for match in chosen),
         reproducible=options.reproducible is not None,
         lengths=any(match.lengths is not None for match in chosen),
         rotary=rotated > 0,
