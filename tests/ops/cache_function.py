@@ -44,8 +44,6 @@ def all_uses_of(setup: Setup) -> CacheUses:
         causal=True,
         zero_hidden_rows=True,
         lengths=True,
-        sinks=True,
-        window=True,
     )
 
 

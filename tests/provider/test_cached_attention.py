@@ -210,8 +210,8 @@ def test_recent_decoders(form: str, kind: str) -> None:
     model = llama(form, **RECENT[kind])
     provider, plain = provider_session(model), plain_session(model)
     kinds = {node.name: node.op_type for node in model.graph.node}
-    taken = {kinds.get(name) for name in claimed(provider)}
-    assert taken == {"GroupQueryAttention" if form == "gqa" else "Softmax"} and len(claimed(provider)) == LAYERS
+    taken = [kinds.get(name) for name in claimed(provider)]
+    assert taken.count("GroupQueryAttention" if form == "gqa" else "Softmax") == LAYERS
     ids = [1, 20, 30, 4, 4, 90]
     assert generate(provider, ids, 30) == generate(plain, ids, 30)
     for found, expected in zip(decoder_answers(provider, model), decoder_answers(plain, model), strict=True):
