@@ -156,7 +156,7 @@ def test_dry_run(form: str) -> None:
     assert of_attention(report) == [BECAME.replace("became", "would become")]
 
 
-def with_attribute(name: str, value: int, layers: range = range(LAYERS)) -> onnx.ModelProto:
+def with_attribute(name: str, value: float, layers: range = range(LAYERS)) -> onnx.ModelProto:
     model = llama("gqa")
     nodes = [node for node in model.graph.node if node.op_type == "GroupQueryAttention"]
     for layer in layers:
@@ -225,12 +225,12 @@ def test_some_layers_without_rotary_embedding(form: str) -> None:
     ("model", "kind", "reason"),
     [
         (
-            with_attribute("sliding_window_cache", 1),
+            with_attribute("softcap", 1e7),
             "GroupQueryAttention",
-            "it has sliding_window_cache 1, which NoMADAttention does not support",
+            "its scores are capped (softcap) at 1e+07, expected",
         ),
     ],
-    ids=["a cache of a window"],
+    ids=["softcap"],
 )
 def test_what_is_refused_stays_and_is_told_once(model: onnx.ModelProto, kind: str, reason: str) -> None:
     feeds = cached_graphs.feeds(model, 4, 3) if kind == "Softmax" else prompt(model)
