@@ -539,7 +539,11 @@ for _ in range(count):
     try:
         session = provider_session(str(folder / "model_ctx.onnx"))
     except Exception as error:
-        assert "Compile the original model again" in str(error), error
+        # A message that contains a damaged name of a node may be no UTF-8. ONNX Runtime then tries other providers.
+        first = error
+        while (earlier := first.__cause__ or first.__context__) is not None:
+            first = earlier
+        assert isinstance(first, UnicodeDecodeError) or "Compile the original model again" in str(error), error
         errors += 1
         continue
     try:
@@ -556,7 +560,7 @@ def mutate_in_a_process(model: onnx.ModelProto, feeds: dict[str, np.ndarray], fo
     np.savez(folder / "feeds.npz", **feeds)  # type: ignore[arg-type]
     done = run_with_isa(ortolan._native.cpu_info()["isa"], FUZZ, str(folder), "1", "400")
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 100
+    assert int(done.stdout.split()[-1]) > 100  # after what ONNX Runtime prints
 
 
 @pytest.mark.parametrize("kind", ["int8", "bitmap", "blocks", "bf16", "4 bits", "8 bits"])
