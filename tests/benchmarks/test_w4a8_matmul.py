@@ -13,8 +13,10 @@ from ortolan.benchmarks.result import BenchOptions
 from ortolan.benchmarks.shapes import LAYERS
 from ortolan.benchmarks.w4a8_matmul import (
     BATCH,
+    FIXED_KINDS,
     GROUP_KINDS,
     GROUP_SIZES,
+    K_QUANTS,
     KINDS,
     SCALES,
     SUBGROUP_BITS,
@@ -54,7 +56,8 @@ def test_every_form_of_the_weights_meets_its_peers(short):
         for m in (1, 5)
         for kind, group_size, scales in (
             *product(GROUP_KINDS, GROUP_SIZES, SCALES),
-            *product(SUBGROUP_BITS, (SUBGROUP_GROUP,), ("float16",)),
+            *((kind, SUBGROUP_GROUP, "float16") for kind in SUBGROUP_BITS),
+            *((kind, group_size, "float16") for kind, (group_size, _) in K_QUANTS.items()),
         )
     }
     assert result.summary == []  # only the layers of the models get a summary
@@ -124,7 +127,7 @@ def test_some_layers_have_zero_points_unless_told_otherwise(short, monkeypatch, 
         return {row.case["kind"] for row in result.rows}
 
     assert kinds_of() == kinds
-    assert kinds_of(group_size=32) == kinds - SUBGROUP_BITS.keys()
+    assert kinds_of(group_size=32) == kinds - set(FIXED_KINDS)
     assert kinds_of(quick=True) == {"symmetric"}
     assert kinds_of(kinds=("zero_points",)) == {"zero_points"}
 

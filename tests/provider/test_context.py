@@ -34,7 +34,7 @@ pytestmark = needs_provider
 FLOAT = TensorProto.FLOAT
 node = helper.make_node
 ENTRIES = {"ep__ortolanexecutionprovider__claims": "all"}
-FORMAT = 7
+FORMAT = 8
 
 
 def compile_model(model: onnx.ModelProto, folder: Path, threads: int = 1, **entries: str) -> ort.InferenceSession:
