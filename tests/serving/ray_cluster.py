@@ -14,11 +14,12 @@ from ortolan.benchmarks.serving import free_port
 # Environment variables that Ray's processes inherit.
 _ENVIRONMENT = {
     # By default, Serve kills a proxy that is not ready after 15 s, which is too short on a busy machine.
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "240",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
     # Ray must not kill its processes if other programs use much memory.
     "RAY_memory_monitor_refresh_ms": "0",
 }
+_PROXY_SECONDS = 300
 
 
 @contextmanager
@@ -30,6 +31,9 @@ def ray_cluster(**options: object) -> Generator[int]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in _ENVIRONMENT.items():
             patch.setenv(name, value)
+        # `serve.start` waits 60 s for its proxy, which is too short on a busy machine, and has no option for it.
+        for module in ("api", "client"):
+            patch.setattr(f"ray.serve._private.{module}.HTTP_PROXY_TIMEOUT", _PROXY_SECONDS, raising=False)
         try:
             ray.init(
                 num_cpus=8,
