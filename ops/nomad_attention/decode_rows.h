@@ -35,27 +35,29 @@ inline DecodePartial PartialAt(char* memory, int64_t heads) {
 class SinkPartials {
  public:
   // Throws std::bad_alloc.
-  SinkPartials(Host& host, const AttentionCall& call) : call_(call) {
+  SinkPartials(Host& host, const AttentionCall& call)
+      : call_(call), memory_(host, Floats(call) * static_cast<int64_t>(sizeof(float))) {
     if (call.sinks == nullptr) return;
-    const int64_t floats = 2 * call.heads + call.Group() * call.head_dim;
-    memory_.emplace(host, floats * static_cast<int64_t>(sizeof(float)));
-    float* const at = reinterpret_cast<float*>(memory_->data());
+    float* const at = reinterpret_cast<float*>(memory_.data());
     for (int64_t head = 0; head < call.heads; ++head) at[head] = call.sinks[head] * kLog2E;
     std::fill_n(at + call.heads, call.heads, 1.0f);
-    std::fill_n(at + 2 * call.heads, floats - 2 * call.heads, 0.0f);
+    std::fill_n(at + 2 * call.heads, Floats(call) - 2 * call.heads, 0.0f);
   }
 
   void MergeInto(const SoftmaxFunctions& kernel, int64_t kv_head, const DecodePartial& whole) const {
-    if (!memory_) return;
-    float* const at = reinterpret_cast<float*>(memory_->data());
+    if (call_.sinks == nullptr) return;
+    float* const at = reinterpret_cast<float*>(memory_.data());
     const int64_t group = call_.Group(), head = kv_head * group;
     kernel.merge(group, call_.head_dim, {at + head, at + call_.heads + head, at + 2 * call_.heads}, whole);
   }
 
  private:
   static constexpr float kLog2E = 1.44269504f;
+  static int64_t Floats(const AttentionCall& call) {
+    return call.sinks == nullptr ? 0 : 2 * call.heads + call.Group() * call.head_dim;
+  }
   const AttentionCall& call_;
-  std::optional<HostMemory> memory_;
+  HostMemory memory_;
 };
 
 struct DecodeSplit {
