@@ -224,6 +224,7 @@ class KQuantLoop {
   struct Panel {
     Panel(const Shape& of, const MatMulArgs& args_, int64_t index)
         : shape(of), args(args_), scales(of.weight, index, of.groups), minimums(scales), output(args_, index) {
+      if (!of.minimums) return;
       minimums.scales = of.weight.view.minimums + index * of.groups * kPanelColumns * scales.Bytes();
     }
     Block BlockAt(int64_t i, int64_t count) const {
