@@ -86,7 +86,7 @@ def rows_of_product(body: FunctionBody, x: ir.Value, uses: LayerUses) -> ir.Valu
     starts = op("Mul", op("Range", body.integer(0), count, body.integer(1)), stride)
     steps = op("Range", body.integer(0), window, body.integer(1))
     indices = op("Add", op("Unsqueeze", starts, body.ints(1)), op("Unsqueeze", steps, body.ints(0)))
-    # Of a rank 1, only k remains.
+    # An X of rank 1 is [k].
     tail = op("Slice", body.shape(count, k), op("Neg", op("Shape", shape)), body.ints(2))
     outer = op("Slice", shape, body.ints(0), body.ints(-2))
     return op("Reshape", op("Gather", padded, indices, axis=1), op("Concat", outer, tail, axis=0))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -169,6 +170,15 @@ def _q6_k_scales(blocks: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(blocks[..., 192:208]).view(np.int8)
 
 
+_OF_Q4_K_AND_Q5_K: dict[str, Any] = {
+    "scales": _half(0),
+    "minimums": _minus(_half(2)),
+    "subgroup_scales": _six_bits(4),
+    "subgroup_minimums": _six_bits(8),
+    "group": _SUPER_BLOCK,
+    "subgroup": GROUP,
+    "zero": 0,
+}
 _FORMATS = {
     "Q4_0": _Format(4, 18, lambda blocks: _nibbles(blocks[..., 2:]).view(np.int8) - np.int8(8), _half(0)),
     "Q4_1": _Format(4, 20, lambda blocks: _nibbles(blocks[..., 4:]), _half(0), _half(2)),
@@ -203,30 +213,8 @@ _FORMATS = {
         zero=0,
     ),
     "Q3_K": _Format(4, 110, _q3_k, _half(108), subgroup_scales=_q3_k_scales, group=_SUPER_BLOCK, subgroup=16, zero=8),
-    "Q4_K": _Format(
-        4,
-        144,
-        _q4_k,
-        _half(0),
-        _minus(_half(2)),
-        _six_bits(4),
-        _six_bits(8),
-        group=_SUPER_BLOCK,
-        subgroup=GROUP,
-        zero=0,
-    ),
-    "Q5_K": _Format(
-        5,
-        176,
-        _q5_k,
-        _half(0),
-        _minus(_half(2)),
-        _six_bits(4),
-        _six_bits(8),
-        group=_SUPER_BLOCK,
-        subgroup=GROUP,
-        zero=0,
-    ),
+    "Q4_K": _Format(4, 144, _q4_k, **_OF_Q4_K_AND_Q5_K),
+    "Q5_K": _Format(5, 176, _q5_k, **_OF_Q4_K_AND_Q5_K),
     "Q6_K": _Format(6, 210, _q6_k, _half(208), subgroup_scales=_q6_k_scales, group=_SUPER_BLOCK, subgroup=16, zero=32),
 }
 
@@ -316,7 +304,7 @@ def _as_stored(stored: StoredWeight, found: _Format) -> QuantizedWeight:
 
 
 def _transposed(array: np.ndarray) -> np.ndarray:
-    """Return a contiguous transpose. Copying some rows at a time is five times as fast as copying all at once."""
+    """Return a contiguous transpose, copied some rows at a time, so that both sides stay in the cache."""
     result = np.empty(array.shape[::-1], array.dtype)
     for start in range(0, len(array), _ROWS_TO_TRANSPOSE):
         result[:, start : start + _ROWS_TO_TRANSPOSE] = array[start : start + _ROWS_TO_TRANSPOSE].T

@@ -21,7 +21,7 @@
 // | Q5_0 | 5    | 32  | 32 | 16         | missing      | none                    | 5.5 (5.5)            |
 // | Q5_1 | 5    | 32  | 32 | 0          | missing      | float16, t missing      | 6.0 (6.0)            |
 //
-// Bits for such weights cannot be expanded to int8, as s q may be 12 bits long.
+// Kernels cannot expand these weights to int8, because s (q - zero_point) may have 13 bits.
 #pragma once
 
 #include <string>

@@ -38,7 +38,7 @@ struct SubgroupView {
   int64_t bits = 4;
   const uint8_t* scales = nullptr;
   const uint8_t* high_bits = nullptr;  // null with 4 bits
-  // Of formats/k_quant.h, where scales may be null:
+  // K-quants only (formats/k_quant.h); their scales may be null.
   int64_t scale_bits = 0;             // kKQuantScaleBits; 0: scales and zero points share bytes
   int64_t zero_point = 0;             // of all weights
   const uint8_t* minimums = nullptr;  // null: 1

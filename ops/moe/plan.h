@@ -38,7 +38,7 @@ struct Experts {
   int64_t inner = 0;   // columns of H
   bool gated = false;
   Activation activation = Activation::kNone;
-  // Of glu. alpha > 0, and 1 unless the activation is SiLU; limit > 0.
+  // Parameters of glu: alpha > 0, and alpha = 1 unless the activation is SiLU; limit > 0.
   float alpha = 1.0f;
   float beta = 0.0f;
   float limit = std::numeric_limits<float>::infinity();

@@ -40,7 +40,7 @@ _DTYPES = {
     "tensor(bool)": np.bool_,
 }
 _LARGEST_ID = 2**31
-# What a model of each kind does, and what to do if another kind is needed.
+# Maps a kind of model to its description in errors and the function to call instead.
 _KINDS = {
     "embedding": "embeds texts and cannot score pairs",
     "reranker": "is a reranker, which scores pairs of texts",
