@@ -27,6 +27,8 @@ def write(folder: Path, files: dict[str, Any]) -> Path:
         ({"config.json": {"pad_token_id": 3}}, 3),
         ({"config.json": {"text_config": {"pad_token_id": 3}}}, 3),
         ({"tokenizer.json": WORDPIECE | {"padding": {"pad_id": 0}}, "config.json": {"pad_token_id": 0}}, 0),
+        # PyLate pads queries with the mask token, which never counts as padding.
+        ({"tokenizer.json": WORDPIECE | {"padding": {"pad_id": 4}}, "config.json": {"pad_token_id": 0}}, 0),
         ({"tokenizer.json": WORDPIECE, "tokenizer_config.json": {"pad_token": "[PAD]", "mask_token": "[MASK]"}}, 0),
         ({"tokenizer.json": WORDPIECE, "tokenizer_config.json": {"pad_token": {"content": "<pad>"}}}, 7),
         ({"tokenizer.json": {"model": {"vocab": [["<s>", 0], ["<pad>", 0]]}},
@@ -44,8 +46,8 @@ def test_the_padding_token(tmp_path: Path, files: dict[str, Any], expected: int)
         ({}, "no file in '.*' names a padding token"),
         ({"config.json": {"pad_token_id": None}}, "no file in '.*' names a padding token"),
         (
-            {"config.json": {"pad_token_id": 0}, "tokenizer.json": WORDPIECE | {"padding": {"pad_id": 4}}},
-            "disagree on the padding token: 0 in config.json, 4 in tokenizer.json",
+            {"config.json": {"pad_token_id": 0}, "tokenizer.json": WORDPIECE | {"padding": {"pad_id": 7}}},
+            "disagree on the padding token: 0 in config.json, 7 in tokenizer.json",
         ),
         (  # PyLate writes such files
             {"tokenizer.json": WORDPIECE, "tokenizer_config.json": {"pad_token": "[MASK]", "mask_token": "[MASK]"}},
