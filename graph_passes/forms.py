@@ -435,6 +435,7 @@ IMPORT: Mapping[str, Any] = {
         {"name": "normalize"},
         {"name": "embeddings"},
         {"name": "fuse_cached_attention", "precision": "bf16"},
+        {"name": "experts"},
         {"name": "replace", "op": "W4A8MatMul"},
         {"name": "replace", "op": "W8A8MatMul"},
     ],

@@ -76,6 +76,17 @@ def stacked(weights: Sequence[Weight]) -> Weight:
     return lazy_weight(lambda: np.concatenate([np.asarray(weight) for weight in weights]), shape)
 
 
+def interleaved(first: Weight, second: Weight) -> Weight:
+    """Return rows of two weights [experts, rows, in] in turns: [experts, 2 * rows, in]."""
+    experts, rows, inputs = first.shape
+    shape = (int(experts), 2 * int(rows), int(inputs))
+
+    def compute() -> np.ndarray:
+        return np.stack([np.asarray(first), np.asarray(second)], axis=2).reshape(shape)
+
+    return lazy_weight(compute, shape)
+
+
 class GraphBuilder:
     """Collects nodes and initializers, named after their modules."""
 

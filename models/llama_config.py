@@ -1,4 +1,4 @@
-"""The configuration of Llama decoders and close relatives: Mistral, Qwen2 and 3, Phi-3, Gemma, Granite, SmolLM3."""
+"""The configuration of Llama decoders and close relatives: Mistral, Mixtral, Qwen2 and 3, Phi-3, Gemma, Granite."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ class LlamaConfig:
         attention_softcap: Scores become softcap tanh(scores / softcap) (Gemma 2). 0: they stay.
         logit_softcap: The same for logits.
         activation: Activation of the gate, "silu" or "gelu_tanh" (Gemma).
+        num_experts: Number of experts of each MLP, each with an inner width of intermediate_size (Mixtral, Qwen3-MoE).
+            0: one MLP.
+        num_experts_per_tok: Number of experts that compute a token. The softmax over their router logits is the weight
+            of each.
         embedding_scale: Factor by which embedded tokens are multiplied (Gemma: the square root of hidden_size).
         residual_scale: Factor of what a sublayer adds to the hidden state (Granite).
         logit_scale: Factor of the logits (Granite).
@@ -63,6 +67,8 @@ class LlamaConfig:
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     activation: Literal["silu", "gelu_tanh"] = "silu"
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -82,6 +88,12 @@ class LlamaConfig:
             raise ModelBuildError(f"rope_style is {self.rope_style!r}; expected 'half', 'interleaved' or 'partial'")
         if self.activation not in ("silu", "gelu_tanh"):
             raise ModelBuildError(f"activation is {self.activation!r}; expected 'silu' or 'gelu_tanh'")
+        if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise ModelBuildError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}, expected 1 to num_experts ({self.num_experts})"
+            )
+        if self.num_experts and self.activation != "silu":
+            raise ModelBuildError(f"activation is {self.activation!r}, expected 'silu' for a mixture of experts")
         if self.head_size % 2:
             raise ModelBuildError(f"head_dim is {self.head_size}, expected an even number for rotary embeddings")
         if self.rotary_size % 2 or not 0 < self.rotary_size <= self.head_size:
@@ -122,7 +134,10 @@ class LlamaConfig:
 
 
 def llama_weight_shapes(config: LlamaConfig) -> dict[str, Shape]:
-    """Return the weights that build_llama needs: Hugging Face name -> shape, linear layers as [out, in]."""
+    """Return the weights that build_llama needs: Hugging Face name -> shape.
+
+    Linear layers are [out, in], those of experts [experts, out, in].
+    """
     hidden, inner = config.hidden_size, config.intermediate_size
     query = config.num_attention_heads * config.head_size
     key_value = config.num_key_value_heads * config.head_size
@@ -136,10 +151,13 @@ def llama_weight_shapes(config: LlamaConfig) -> dict[str, Shape]:
             f"{prefix}.self_attn.v_proj.weight": (key_value, hidden),
             f"{prefix}.self_attn.o_proj.weight": (hidden, query),
             config.mlp_norm(layer): (hidden,),
-            f"{prefix}.mlp.gate_proj.weight": (inner, hidden),
-            f"{prefix}.mlp.up_proj.weight": (inner, hidden),
-            f"{prefix}.mlp.down_proj.weight": (hidden, inner),
         }
+        experts, mlp = (), f"{prefix}.mlp"
+        if config.num_experts:
+            shapes[f"{mlp}.gate.weight"] = (config.num_experts, hidden)
+            experts, mlp = (config.num_experts,), f"{mlp}.experts"
+        for part, sides in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+            shapes[f"{mlp}.{part}_proj.weight"] = (*experts, *sides)
         if config.sandwich_norms:
             for part in ("attention", "feedforward"):
                 shapes[f"{prefix}.post_{part}_layernorm.weight"] = (hidden,)

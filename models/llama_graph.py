@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from .graph_builder import MASKED, GraphBuilder, Weight, set_type, tensor_value
+from .graph_builder import MASKED, MICROSOFT_DOMAIN, GraphBuilder, Weight, interleaved, set_type, tensor_value
 from .llama_config import LlamaConfig
 
 _TABLE = "model.embed_tokens.weight"
@@ -193,7 +193,9 @@ class LlamaBuilder:
         return x if self.config.residual_scale == 1 else self.scaled(x, self.config.residual_scale)
 
     def mlp(self, normed: ir.Value, prefix: str) -> ir.Value:
-        """Return the gated MLP of a normalized hidden state."""
+        """Return the gated MLP of a normalized hidden state, or its mixture of experts."""
+        if self.config.num_experts:
+            return self.experts(normed, prefix)
         graph = self.graph
         with graph.module("mlp"):
             gate = self.linear(normed, f"{prefix}.mlp.gate_proj")
@@ -201,6 +203,29 @@ class LlamaBuilder:
                 gate = self.activation(gate)
             inner = graph.node("Mul", gate, self.linear(normed, f"{prefix}.mlp.up_proj"))
             return self.linear(inner, f"{prefix}.mlp.down_proj")
+
+    def experts(self, normed: ir.Value, prefix: str) -> ir.Value:
+        """Return the mixture of experts of a normalized hidden state: a node MoE of ONNX Runtime."""
+        graph, config, name = self.graph, self.config, f"{prefix}.mlp.experts"
+        with graph.module("mlp"):
+            logits = self.linear(normed, f"{prefix}.mlp.gate")
+            rows = graph.node("Reshape", logits, graph.constant([-1, config.num_experts]))
+            gate, up, down = (self.weights[f"{name}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+            # The CPU's operator reads rows of gate and up in turns.
+            first = graph.weight(f"{name}.gate_up_proj", interleaved(gate, up))
+            return graph.node(
+                "MoE",
+                normed,
+                rows,
+                first,
+                None,
+                graph.weight(f"{name}.down_proj", down),
+                domain=MICROSOFT_DOMAIN,
+                k=config.num_experts_per_tok,
+                activation_type="swiglu",
+                swiglu_fusion=1,
+                normalize_routing_weights=1,
+            )
 
     def activation(self, x: ir.Value) -> ir.Value:
         """Return the activation of the gate."""

@@ -10,7 +10,7 @@ QMoE stores integers, which are kept exactly; MoE stores floats. A model is untr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -75,6 +75,23 @@ class ExpertsLayer:
     bias: np.ndarray | None
     halves: tuple[slice, slice] | None
     nbytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class GivenExperts:
+    """Quantized weights of one layer of all experts, given with the model.
+
+    Attributes:
+        weights: The weight of each expert.
+        nbytes: The size of the tensors that they were read from.
+    """
+
+    weights: Sequence[QuantizedWeight]
+    nbytes: int
+
+    def of(self, layer: ExpertsLayer) -> ExpertsLayer:
+        """Return the layer with these weights instead of its floats."""
+        return dataclasses.replace(layer, weights=[lambda w=w: w for w in self.weights], nbytes=self.nbytes)  # type: ignore[misc]
 
 
 @dataclass(frozen=True, eq=False)

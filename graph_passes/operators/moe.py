@@ -15,7 +15,7 @@ from .function_body import PANEL_COLUMNS
 from .moe_function import INPUTS, LAYERS, OP_TYPE, MoEUses, moe_function
 from .nodes import fill_missing, input_of, nodes_of
 from .replacement import LayerWeight, PackedTensor, PackedWeight
-from .w4a8_matmul import W4A8MatMul
+from .w4a8_matmul import K_QUANT_SCALE_BITS, W4A8MatMul, scale_bits
 from .w4a8_matmul_function import MIDDLE_ZERO_POINT, Uses
 from .w8a8_matmul import W8A8MatMul
 
@@ -72,6 +72,8 @@ def moe_attributes(form: ExpertsForm, layers: Mapping[str, Quantization]) -> lis
             f"{layer}group_size": quantization.group_size,
             f"{layer}zero_point_steps": quantization.zero_point_steps,
             f"{layer}subgroup_size": quantization.subgroup_size or 0,
+            f"{layer}subgroup_scale_bits": scale_bits(quantization),
+            f"{layer}subgroup_zero_point": quantization.k_quant_zero or 0,
         }
     floats = {"alpha": form.alpha, "beta": form.beta, "limit": form.limit}
     return [
@@ -96,7 +98,7 @@ def finish_moe(model: ir.Model, new_name: Callable[[str], str]) -> ir.Function:
             scales = input_of(node, INPUTS, f"{layer}scales")
             assert scales is not None and scales.shape is not None and scales.dtype is not None
             points = np.zeros(1, np.uint8)
-            has_zero = any(input_of(node, INPUTS, f"{layer}{one}") for one in ("minimums", "subgroup_scales"))
+            has_zero = _has_subgroups(node, layer) or input_of(node, INPUTS, f"{layer}minimums") is not None
             eight = node.attributes[f"{layer}bits"].as_int() == 8
             if getattr(uses, layer[:-1]).zero_points and not has_zero and not eight:
                 middle = MIDDLE_ZERO_POINT * node.attributes[f"{layer}zero_point_steps"].as_int()
@@ -107,6 +109,7 @@ def finish_moe(model: ir.Model, new_name: Callable[[str], str]) -> ir.Function:
                 f"{layer}minimums": np.zeros(1, scales.dtype.numpy()),
                 f"{layer}subgroup_scales": np.ones(1, np.uint8),
                 f"{layer}high_bits": np.zeros(1, np.uint8),
+                f"{layer}subgroup_minimums": np.ones(1, np.uint8),
             }
         return made
 
@@ -118,7 +121,7 @@ def _uses(nodes: list[ir.Node], layer: str) -> Uses:
     def any_has(part: str) -> bool:
         return any(input_of(node, INPUTS, f"{layer}{part}") is not None for node in nodes)
 
-    minimums, subgroups = any_has("minimums"), any_has("subgroup_scales")
+    minimums, subgroups = any_has("minimums"), any(_has_subgroups(node, layer) for node in nodes)
     int8 = any(node.attributes[f"{layer}bits"].as_int() == 8 for node in nodes)
     zero_points = minimums or subgroups or any_has("zero_points")
     return Uses(
@@ -126,7 +129,15 @@ def _uses(nodes: list[ir.Node], layer: str) -> Uses:
         minimums=minimums or (int8 and zero_points),
         subgroups=subgroups,
         high_bits=any_has("high_bits"),
+        k_quants=any(
+            node.attributes[f"{layer}subgroup_scale_bits"].as_int() == K_QUANT_SCALE_BITS for node in nodes
+        ),
+        subgroup_minimums=any_has("subgroup_minimums"),
     )
+
+
+def _has_subgroups(node: ir.Node, layer: str) -> bool:
+    return node.attributes[f"{layer}subgroup_size"].as_int() != 0
 
 
 def _packed(weight: QuantizedWeight) -> PackedWeight:

@@ -20,8 +20,10 @@ from .w4a8_matmul_function import MIDDLE_ZERO_POINT, Uses, dequantized, nibbles_
 OP_TYPE = "MoE"
 LAYERS = ("up_", "down_")
 # The tensors of a layer that not every format has, and the attributes of a layer.
-OPTIONAL_TENSORS = ("bias", "zero_points", "minimums", "subgroup_scales", "high_bits")
-LAYER_ATTRIBUTES = ("bits", "group_size", "zero_point_steps", "subgroup_size")
+OPTIONAL_TENSORS = ("bias", "zero_points", "minimums", "subgroup_scales", "high_bits", "subgroup_minimums")
+LAYER_ATTRIBUTES = (
+    *("bits", "group_size", "zero_point_steps", "subgroup_size", "subgroup_scale_bits", "subgroup_zero_point"),
+)
 INPUTS = (
     "X", "experts", "routing_weights", "up_weights", "up_scales", "down_weights", "down_scales",
     *(f"{layer}{name}" for name in OPTIONAL_TENSORS for layer in LAYERS),
@@ -30,6 +32,7 @@ INTEGERS = ("format_version", "expert_count", "hidden_size", "inner_size", "gate
 FLOATS = ("alpha", "beta", "limit")
 
 _BYTE = 256
+_BITS = ("bits", "subgroup_scale_bits")
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class _LayerBody(FunctionBody):
         if name in self._sizes:
             return self._sizes[name]
         value = self._body.attribute(f"{self.prefix}{name}")
-        return self.op("Where", self.is_int8(), self.integer(4), value) if name == "bits" else value
+        return self.op("Where", self.is_int8(), self.integer(4), value) if name in _BITS else value
 
     def is_int8(self) -> ir.Value:
         """Return whether the layer has 8-bit weights."""
@@ -143,6 +146,7 @@ def _product(
     names = ["weights", "scales"]
     names += [name for name in ("zero_points", "minimums", "high_bits") if getattr(uses, name)]
     names += ["subgroup_scales"] if uses.subgroups else []
+    names += ["subgroup_minimums"] if uses.subgroup_minimums else []
     tensors = {name: of_expert(name) for name in names}
     group_rows, zero = GroupRows(body), body.integer(0)
     if int8:  # 64 bytes hold one row of inputs, not two

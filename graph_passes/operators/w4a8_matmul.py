@@ -27,7 +27,7 @@ from .nodes import fill_missing, input_of, nodes_of
 from .replacement import LayerWeight, PackedTensor, PackedWeight
 from .w4a8_matmul_function import INPUTS, MIDDLE_ZERO_POINT, OP_TYPE, Uses, w4a8_matmul_function
 
-_K_QUANT_SCALE_BITS = 8  # equals kKQuantScaleBits in ops/formats/k_quant.h
+K_QUANT_SCALE_BITS = 8  # equals kKQuantScaleBits in ops/formats/k_quant.h
 
 
 class W4A8MatMul(GroupMatMul):
@@ -79,7 +79,7 @@ class W4A8MatMul(GroupMatMul):
         if quantization.subgroup_size is not None:
             names |= {"subgroup_size": quantization.subgroup_size, "bits": quantization.bits}
         if quantization.k_quant_zero is not None:
-            names |= {"subgroup_scale_bits": _K_QUANT_SCALE_BITS, "subgroup_zero_point": quantization.k_quant_zero}
+            names |= {"subgroup_scale_bits": K_QUANT_SCALE_BITS, "subgroup_zero_point": quantization.k_quant_zero}
         own = [ir.AttrInt64(name, value) for name, value in names.items()]
         return [*super().attributes(k, n, quantization, activation, gated_columns), *own]
 
@@ -138,6 +138,11 @@ class W4A8MatMul(GroupMatMul):
     def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
         """See `Replacement.function`."""
         return w4a8_matmul_function(opset, _uses(nodes_of(model, OP_TYPE)), unpack_once)
+
+
+def scale_bits(quantization: Quantization) -> int:
+    """Return the bits of a subgroup's scale in a byte of subgroup_scales; the other bits are its zero point."""
+    return K_QUANT_SCALE_BITS if quantization.k_quant_zero is not None else 8 - quantization.bits
 
 
 def _packed_subgroups(quantized: QuantizedWeight) -> dict[str, PackedTensor]:

@@ -15,6 +15,7 @@ from ortolan.progress import Progress, Stage, no_progress
 
 from ..files.model_file import ModelFile, data_path, external_tensors, load_model, release_maps, write_model
 from ..files.spill import TensorSpill
+from ..find.experts import GivenExperts
 from ..find.linear import Linear, find_linears, layer_key
 from ..find.quantized_weight import QuantizedWeight
 from ..measure.decoding import Decoded
@@ -60,6 +61,7 @@ class PassContext:
     # Quantized weights given with the model, by the weight's name. The graph holds their dequantized values; pass
     # replace packs the integers.
     given: Mapping[str, QuantizedWeight] = field(default_factory=dict)
+    given_experts: Mapping[str, GivenExperts] = field(default_factory=dict)  # the same for pass experts
     reference: Reference | None = None  # kept for pass verify
     _mapped: list[ir.ExternalTensor] = field(default_factory=list)
     _names: NewNames | None = None

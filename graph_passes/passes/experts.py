@@ -6,9 +6,8 @@ TopK, and Softmax over the selected logits.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -17,7 +16,7 @@ from ortolan.errors import ModelError
 from ortolan.progress import Stage
 
 from ..find.dimensions import Dimensions
-from ..find.experts import MOE, Experts, ExpertsLayer, expert_nodes, read_experts, stored_bits
+from ..find.experts import MOE, QMOE, Experts, ExpertsLayer, expert_nodes, read_experts, stored_bits
 from ..find.fused_writer import Writer, required
 from ..find.linear import node_name
 from ..find.node_checks import UnfitError, node_input
@@ -44,6 +43,7 @@ from .verify.reference import keep_reference
 
 # Typical error of rounding the inputs of both layers, relative to the output.
 _ROUNDING = 0.01
+_FLOAT_WEIGHTS = (2, 4)  # inputs of MoE
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,14 @@ class ExpertsPass(RecipePass):
         dtype = Dimensions(_graph(node)).dtype(required(node, 0))
         if dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
             raise UnfitError(f"its input is {'of unknown type' if dtype is None else dtype.name}")
-        experts = read_experts(node)
-        if node.op_type == MOE and options.quantization is None:
+        experts = self._with_given(read_experts(node))
+        bits = self._bits(node)
+        if bits is None:
             raise UnfitError("its experts are floats; weights='int8' and weights='int4' round them")
         report = context.layers.reports[node.outputs[0]]
         report.reason, report.new_op = None, OP_TYPE
         report.status = "would replace" if context.dry_run else "replaced"
-        report.weight_bits = self.options.expert_bits if node.op_type == MOE else min(stored_bits(node))
+        report.weight_bits = bits
         report.bytes_before = experts.up.nbytes + experts.down.nbytes
         if context.dry_run:
             return
@@ -134,6 +135,23 @@ class ExpertsPass(RecipePass):
         writer = Writer(node, {}, lambda wanted: context.new_name(model, wanted))
         writer.put(lambda to: [_write(to, experts, given, formats, dtype)])
         context.layers.rounding[output] = _ROUNDING
+
+    def _bits(self, node: ir.Node) -> int | None:
+        """Return the bits of the experts' weights; None: they stay floats."""
+        if node.op_type == QMOE:
+            return min(stored_bits(node))
+        given = self.context.given_experts.get(required(node, _FLOAT_WEIGHTS[0]).name or "")
+        return self.options.expert_bits if given is None else given.weights[0].bits
+
+    def _with_given(self, experts: Experts) -> Experts:
+        """Return experts with the weights that were given with the model, if any."""
+        if experts.node.op_type == QMOE:
+            return experts
+        given = self.context.given_experts
+        up, down = (given.get(required(experts.node, index).name or "") for index in _FLOAT_WEIGHTS)
+        if up is None or down is None:
+            return experts
+        return replace(experts, up=up.of(experts.up), down=down.of(experts.down))
 
     def _packed(
         self, model: ir.Model, node: ir.Node, prefix: str, layer: ExpertsLayer
@@ -199,16 +217,7 @@ def _in_halves(weight: QuantizedWeight, halves: tuple[slice, slice]) -> Quantize
         array = tensor.numpy()
         return ir.tensor(join_columns([array[:, where] for where in halves]))
 
-    q, scales = joined(weight.q), joined(weight.scales)
-    assert q is not None and scales is not None
-    found = dataclasses.replace(
-        weight,
-        q=q,
-        scales=scales,
-        zero_points=joined(weight.zero_points),
-        minimums=joined(weight.minimums),
-        subgroup_scales=joined(weight.subgroup_scales),
-    )
+    found = weight.with_tensors({name: joined(tensor) for name, tensor in weight.tensors().items()})
     weight.release()
     return found
 

@@ -24,6 +24,7 @@ class Architecture:
         local_rope_theta: See LlamaConfig; the default of rope.freq_base_swa.
         layers_by_width: The number of layers of the model whose attention is scaled by 1 / sqrt(hidden_size / heads).
         no_rope_period: Every n-th layer has no rotary embedding. 0: all layers have it.
+        expert_count: The name of the field of config.json with the number of experts. None: no mixtures of experts.
         options: Metadata keys, without the architecture's name, that other architectures may not set, with the values
             that a missing key means; 0: the feature is not used.
     """
@@ -39,13 +40,16 @@ class Architecture:
     local_rope_theta: float | None = None
     layers_by_width: int = 0
     no_rope_period: int = 0
+    expert_count: str | None = None
     options: Mapping[str, float] = field(default_factory=dict)
 
 
+_GRANITE = dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "attention.scale"), 0.0)
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama", rope_style="interleaved"),  # Llama and Mistral
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", expert_count="num_experts"),
     "phi3": Architecture("Phi3ForCausalLM", "phi3", packed=True),  # Phi-3, Phi-4 and Phi-4-mini
     "gemma": Architecture("GemmaForCausalLM", "gemma", gemma=True),
     "gemma2": Architecture(
@@ -71,7 +75,14 @@ ARCHITECTURES = {
         "GraniteForCausalLM",
         "granite",
         rope_style="interleaved",
-        options=dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "attention.scale"), 0.0),
+        options=_GRANITE,
+    ),
+    "granitemoe": Architecture(
+        "GraniteMoeForCausalLM",
+        "granitemoe",
+        rope_style="interleaved",
+        expert_count="num_local_experts",
+        options=_GRANITE,
     ),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", rope_style="interleaved", no_rope_period=4),
 }
@@ -112,6 +123,10 @@ _LAYER_WEIGHTS = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
 _SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",
@@ -125,9 +140,10 @@ def layer_weights(architecture: Architecture) -> dict[str, str]:
     return _LAYER_WEIGHTS | (_SANDWICH if architecture.sandwich_norms else {})
 
 
-def config_extras(config: LlamaConfig, model_type: str) -> dict[str, object]:
+def config_extras(config: LlamaConfig, architecture: Architecture) -> dict[str, object]:
     """Return the fields of config.json that only some architectures have."""
     fields: dict[str, object] = {}
+    model_type = architecture.model_type
     if config.windows is not None:
         fields["sliding_window"] = max(config.windows)
         if model_type.startswith("gemma"):
@@ -142,11 +158,17 @@ def config_extras(config: LlamaConfig, model_type: str) -> dict[str, object]:
         fields["query_pre_attn_scalar"] = scale**-2
         fields["attn_logit_softcapping"] = config.attention_softcap or None
         fields["final_logit_softcapping"] = config.logit_softcap or None
-    if model_type == "granite":
+    if model_type in ("granite", "granitemoe"):
         fields["embedding_multiplier"] = config.embedding_scale
         fields["residual_multiplier"] = config.residual_scale
         fields["logits_scaling"] = 1 / config.logit_scale
         fields["attention_multiplier"] = config.attention_scale or config.head_size**-0.5
+    if architecture.expert_count is not None:
+        fields[architecture.expert_count] = config.num_experts
+        fields["num_experts_per_tok"] = config.num_experts_per_tok
+    if model_type == "qwen3_moe":
+        fields |= {"moe_intermediate_size": config.intermediate_size, "norm_topk_prob": True}
+        fields |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
     if model_type == "smollm3":
         layers = range(config.num_hidden_layers)
         fields["no_rope_layers"] = [int(layer not in config.no_rope_layers) for layer in layers]

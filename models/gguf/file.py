@@ -22,7 +22,7 @@ _CHUNK = 1 << 24  # number of elements that are dequantized at once
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """Rows of a tensor in the file, [out, in] or [n], perhaps reordered. Data are read when needed.
+    """Rows of a tensor in the file, [out, in], [n] or [experts, out, in], perhaps reordered. Data are read when needed.
 
     Attributes:
         name: The tensor's name in the file.
@@ -51,6 +51,10 @@ class StoredWeight:
         """Return the rows with these indices."""
         order = order if self.order is None else self.order[order]
         return StoredWeight(self.name, self.kind, (len(order), *self.shape[1:]), self.data, order)
+
+    def expert(self, index: int) -> StoredWeight:
+        """Return the weight [out, in] of one expert."""
+        return StoredWeight(f"{self.name}.{index}", self.kind, self.shape[1:], self.stored()[index])
 
     def stored(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return rows in the stored form: bytes of blocks, or plain values."""

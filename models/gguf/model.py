@@ -175,6 +175,8 @@ def _refuse_unsupported(file: GgufFile, name: str) -> None:
             f"{str(file.path)!r} holds an embedding model ({name}.pooling_type is set){_NOT_A_DECODER}"
         )
     for key in FEATURES:
+        if key == "expert_count" and ARCHITECTURES[name].expert_count is not None:
+            continue
         if key not in ARCHITECTURES[name].options and (found := file.metadata.get(f"{name}.{key}")):
             raise ModelBuildError(
                 f"{file.path} has {name}.{key} = {found!r}, which is not supported for architecture {name!r}"
@@ -199,7 +201,7 @@ def _read_config(
     config = LlamaConfig(
         vocab_size=weights[f"{_TABLE}.weight"].shape[0],
         hidden_size=hidden,
-        intermediate_size=file.integer(f"{name}.feed_forward_length"),
+        intermediate_size=file.integer(f"{name}.{_inner_key(file, name)}"),
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=file.integer(f"{name}.attention.head_count_kv", heads),
@@ -221,10 +223,24 @@ def _read_config(
         attention_sinks="model.layers.0.self_attn.sinks" in weights,
         sandwich_norms=architecture.sandwich_norms,
         activation="gelu_tanh" if architecture.gemma else "silu",
+        **_experts(file, name, architecture),
         **_factors(file, name, architecture, layers, hidden, heads),
         **_local_rope(file, name, architecture, windows),
     )
     return config, tuple(notes)
+
+
+def _inner_key(file: GgufFile, name: str) -> str:
+    """Return the key of the inner width of the MLP, or of each expert."""
+    own = "expert_feed_forward_length"
+    return own if file.has(f"{name}.{own}") else "feed_forward_length"
+
+
+def _experts(file: GgufFile, name: str, architecture: Architecture) -> dict[str, int]:
+    if architecture.expert_count is None:
+        return {}
+    count = file.integer(f"{name}.expert_count")
+    return {"num_experts": count, "num_experts_per_tok": file.integer(f"{name}.expert_used_count", maximum=count)}
 
 
 def _decimal(number: float) -> float:

@@ -41,7 +41,7 @@ def config_fields(config: LlamaConfig, architecture: str = "llama") -> dict[str,
         **{name: getattr(config, name) for name in same},
         "head_dim": config.head_size,
         "hidden_act": _ACTIVATIONS[config.activation],
-        **config_extras(config, known.model_type),
+        **config_extras(config, known),
         "torch_dtype": "float32",
         # The transformers version that defines these fields. Without it, transformers warns about a wrong Mistral
         # pattern in the tokenizer.

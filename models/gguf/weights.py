@@ -269,6 +269,33 @@ def join_quantized(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     return first.with_tensors({name: joined([one[name] for one in tensors]) for name in tensors[0]})
 
 
+def keep_experts(parts: Sequence[StoredWeight], spill: TensorSpill) -> list[list[KeptWeight]]:
+    """Return the weights of all experts of tensors [experts, n, k]: for each tensor, each expert's.
+
+    If the tensors' types differ, all become 8 bits.
+    """
+    eight_bits = len({part.kind for part in parts}) > 1
+    experts = range(parts[0].shape[0])
+    return [[keep_gguf_weight(part.expert(e), spill, eight_bits) for e in experts] for part in parts]
+
+
+def in_turns(first: QuantizedWeight, second: QuantizedWeight) -> QuantizedWeight:
+    """Return the columns of two weights of the same format in turns."""
+
+    def both(one: ir.TensorProtocol | None, other: ir.TensorProtocol | None) -> ir.TensorProtocol | None:
+        if one is None or other is None:
+            return None
+        rows, columns = one.shape.numpy()
+        return lazy(
+            lambda: np.stack([one.numpy(), other.numpy()], axis=2).reshape(rows, 2 * columns),
+            one.dtype,
+            ir.Shape([rows, 2 * columns]),
+        )
+
+    others = second.tensors()
+    return first.with_tensors({name: both(one, others[name]) for name, one in first.tensors().items()})
+
+
 def _kind(weight: QuantizedWeight) -> tuple[int | None, ...]:
     return weight.bits, weight.group_size, weight.subgroup_size, weight.k_quant_zero
 

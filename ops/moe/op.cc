@@ -31,7 +31,9 @@ constexpr LinearInput kInputs[] = {{"X"},
                                    {"up_subgroup_scales", kBytes},
                                    {"down_subgroup_scales", kBytes},
                                    {"up_high_bits", kBytes},
-                                   {"down_high_bits", kBytes}};
+                                   {"down_high_bits", kBytes},
+                                   {"up_subgroup_minimums", kBytes},
+                                   {"down_subgroup_minimums", kBytes}};
 constexpr size_t kRequiredInputs = 7;
 
 // The weights of one layer of all experts, and what owns its memory.

@@ -16,6 +16,7 @@ from ortolan.graph_passes.files.model_file import ModelFile
 from ortolan.graph_passes.files.output import check_new_folder, move_folder_into_place
 from ortolan.graph_passes.files.spill import TensorSpill
 from ortolan.graph_passes.files.work_folder import work_folder
+from ortolan.graph_passes.find.experts import GivenExperts
 from ortolan.graph_passes.find.linear import layer_key
 from ortolan.graph_passes.find.quantized_weight import QuantizedWeight, dequantized_tensor
 from ortolan.graph_passes.forms import IMPORT
@@ -35,7 +36,7 @@ from .models.gguf.file import StoredWeight
 from .models.gguf.model import GgufModel, read_model
 from .models.gguf.side_files import genai_config, side_files
 from .models.gguf.tokenizer import TokenizerFacts, read_gguf_tokenizer, read_tokenizer_facts
-from .models.gguf.weights import KeptWeight, join_quantized, keep_gguf_weight
+from .models.gguf.weights import KeptWeight, in_turns, join_quantized, keep_experts, keep_gguf_weight
 from .models.graph_builder import ModelBuildError, Weight, lazy_weight
 from .models.llama import build_llama
 from .progress import Progress, Stage, no_progress, told
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 _MODEL = "model.onnx"
 _TABLE = "model.embed_tokens.weight"
+_ROUTER = "mlp.gate.weight"
 _TOKENS_TO_COMPARE = 40  # of the model's own text, with which its form for serving is checked
 _ROWS_TO_CHECK = 4  # number of random input rows on which each layer is checked
 
@@ -99,18 +101,15 @@ class _Weights:
         lazy: Float weights, read on demand, by their Hugging Face names.
         given: Quantized weights by their names in the graph.
         separate_qkv: Layers whose query, key and value weights cannot be joined.
-        taken: Quantized weights by their Hugging Face names.
+        experts: Quantized weights of experts by their names in the graph.
+        taken: Quantized weights by their Hugging Face names; of experts, the first expert's.
     """
 
     lazy: dict[str, Weight] = field(default_factory=dict)
     given: dict[str, QuantizedWeight] = field(default_factory=dict)
     separate_qkv: list[int] = field(default_factory=list)
+    experts: dict[str, GivenExperts] = field(default_factory=dict)
     taken: dict[str, KeptWeight] = field(default_factory=dict)
-
-    def stored_bytes(self, name: str) -> int:
-        """Return the bytes that a weight, by its name in the graph, occupies in the GGUF file."""
-        names = [name.replace("qkv_proj", f"{part}_proj") for part in "qkv"] if "qkv_proj" in name else [name]
-        return sum(self.taken[one.removesuffix("_t")].stored.nbytes for one in names)
 
 
 class _Import:
@@ -157,7 +156,14 @@ class _Import:
             result.mkdir()
             with Evidence(source, work) as evidence:
                 context = PassContext(
-                    evidence, source, self.report, result / _MODEL, spill, progress=tell, given=weights.given
+                    evidence,
+                    source,
+                    self.report,
+                    result / _MODEL,
+                    spill,
+                    progress=tell,
+                    given=weights.given,
+                    given_experts=weights.experts,
                 )
                 layers = _fill_inputs(context)
                 steps = plan(self.recipe, context)
@@ -181,12 +187,29 @@ class _Import:
             if len(stored.shape) == 1:
                 weights.lazy[name] = np.asarray(stored.floats())
                 continue
+            if len(stored.shape) == 3 or name.endswith(_ROUTER):
+                weights.lazy[name] = _lazy_floats(stored)
+                continue
             weights.taken[name] = taken = keep_gguf_weight(stored, spill, eight_bits=name == _TABLE)
             weights.lazy[name] = _float_weight(taken.quantized)
             weights.given[name if name == _TABLE else f"{name}_t"] = taken.quantized
+        for layer in range(self.model.config.num_hidden_layers if self.model.config.num_experts else 0):
+            self._take_experts(f"model.layers.{layer}.mlp.experts", weights, spill)
         tell(Stage.READ_WEIGHTS, total, total)
         self._join_qkv(weights)
         return weights
+
+    def _take_experts(self, prefix: str, weights: _Weights, spill: TensorSpill) -> None:
+        """Read the experts of a layer."""
+        names = [f"{prefix}.{part}_proj.weight" for part in ("gate", "up", "down")]
+        gate, up, down = (self.model.weights[name] for name in names)
+        first, second = keep_experts([gate, up], spill)
+        (last,) = keep_experts([down], spill)
+        for name, stored, kept in zip(names, (gate, up, down), (first, second, last), strict=True):
+            weights.taken[name] = KeptWeight(stored, kept[0].quantized, max(one.error for one in kept))
+        pairs = [in_turns(one.quantized, other.quantized) for one, other in zip(first, second, strict=True)]
+        weights.experts[f"{prefix}.gate_up_proj"] = GivenExperts(pairs, gate.nbytes + up.nbytes)
+        weights.experts[f"{prefix}.down_proj"] = GivenExperts([one.quantized for one in last], down.nbytes)
 
     def _join_qkv(self, weights: _Weights) -> None:
         if self.model.config.qk_norm:
@@ -218,8 +241,13 @@ class _Import:
     def _tell_weights(self, weights: _Weights, layers: Sequence[tuple[LayerReport, str]]) -> None:
         """Add the sizes of layers in the file, and a note on each type of weights, to the report."""
         for layer, name in layers:
-            layer.bytes_before = weights.stored_bytes(name)
+            layer.bytes_before = self._stored_bytes(name)
         self.report.notes[:0] = [*self.model.notes, *_describe(weights.taken)]
+
+    def _stored_bytes(self, name: str) -> int:
+        """Return the bytes that a weight, by its name in the graph, occupies in the GGUF file."""
+        names = [name.replace("qkv_proj", f"{part}_proj") for part in "qkv"] if "qkv_proj" in name else [name]
+        return sum(self.model.weights[one.removesuffix("_t")].nbytes for one in names)
 
     def _check_runs(self, path: Path) -> Decoder:
         """Run the model on one token, and return it as a decoder.

@@ -55,7 +55,10 @@ def test_architectures(tmp_path: Path, name: str) -> None:
     report = run(tmp_path, name, table="Q8_0")
     assert sorted(file.name for file in (tmp_path / "folder").iterdir()) == FILES
     assert sorted(file.name for file in tmp_path.iterdir()) == ["folder", "model.gguf"]
-    assert all(layer.new_op in ("W4A8MatMul", "W8A8MatMul") for layer in report.layers)
+    kept = [layer.name for layer in report.layers if layer.new_op not in ("W4A8MatMul", "W8A8MatMul", "MoE")]
+    routers = CONFIGS[name].num_hidden_layers if CONFIGS[name].num_experts else 0
+    assert len(kept) == routers and all(layer.endswith("/mlp/gate/MatMul") for layer in kept)
+    assert sum(layer.new_op == "MoE" for layer in report.layers) == routers
     assert any("Q4_1" in note and "exact" in note for note in report.notes)
     # The remaining error comes from rounding activations to 8 bits.
     assert all(0 < layer.output_error < 0.02 for layer in report.layers if layer.output_error is not None)
@@ -120,7 +123,7 @@ def test_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kinds"), [("llama", ["Q4_1"]), ("llama", MIXED), ("gemma3", MIXED), ("smollm3", MIXED)]
+    ("name", "kinds"), [("llama", ["Q4_1"]), ("llama", MIXED), ("gemma3", MIXED), ("smollm3", MIXED), ("qwen3moe", MIXED)]
 )
 def test_the_form_for_serving(tmp_path: Path, name: str, kinds: list[str]) -> None:
     """The folder's configuration names the inputs and outputs of the form for serving, for GenAI's Engine."""

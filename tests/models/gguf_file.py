@@ -43,6 +43,12 @@ CONFIGS = {
         _HALVES, **_LOCAL, num_hidden_layers=3, windows=(4, 0, 4), local_rope_theta=500.0, qk_norm=True
     ),
     "granite": replace(CONFIG, embedding_scale=12.0, residual_scale=0.22, attention_scale=0.125, logit_scale=0.125),
+    "qwen3moe": replace(
+        _HALVES, intermediate_size=64, qk_norm=True, head_dim=32, num_experts=6, num_experts_per_tok=2
+    ),
+    "granitemoe": replace(
+        CONFIG, intermediate_size=32, num_experts=4, num_experts_per_tok=3, attention_scale=0.125, logit_scale=0.125
+    ),
     "smollm3": replace(CONFIG, num_hidden_layers=5, no_rope_layers=(3,)),
     "qwen2, window": replace(_HALVES, qkv_bias=True, windows=(5, 5)),
     "qwen2, yarn": replace(_HALVES, qkv_bias=True, rope_factors=YARN, rope_magnitude=1 + 0.1 * np.log(4.0)),
@@ -68,6 +74,7 @@ METADATA = {
         "granite.attention.scale": 0.125,
         "granite.logit_scale": 8.0,
     },
+    "granitemoe": {"granitemoe.attention.scale": 0.125, "granitemoe.logit_scale": 8.0},
     "qwen2, yarn": {
         "qwen2.rope.scaling.type": "yarn",
         "qwen2.rope.scaling.factor": 4.0,
@@ -99,6 +106,10 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
 SANDWICH = {
     "post_attention_layernorm": "post_attention_norm",
@@ -130,6 +141,9 @@ def write(
     writer.add_vocab_size(config.vocab_size)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
+    if config.num_experts:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
@@ -157,7 +171,7 @@ def write(
     count = 0
     for name, array in in_file(weights, architecture, config).items():
         kind = "F32"
-        if array.ndim == 2:
+        if array.ndim > 1 and "ffn_gate_inp" not in name:
             is_table = name in ("token_embd.weight", "output.weight")
             kind = table if is_table else kinds[count % len(kinds)]
             count += not is_table

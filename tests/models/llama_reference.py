@@ -80,6 +80,20 @@ def reference_llama(w: dict[str, np.ndarray], config: LlamaConfig, ids: np.ndarr
             return x / (1 + np.exp(-x))
         return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
 
+    def mlp(h, gate, up, down):
+        return (act(h @ gate.T) * (h @ up.T)) @ down.T
+
+    def mixture(h, p):
+        logits = h @ w[f"{p}.gate.weight"].T
+        out = np.zeros_like(h)
+        for token, row in enumerate(logits):
+            chosen = np.argsort(-row)[: config.num_experts_per_tok]
+            weights = np.exp(row[chosen] - row.max())
+            for expert, weight in zip(chosen, weights / weights.sum(), strict=True):
+                parts = (w[f"{p}.experts.{part}_proj.weight"][expert] for part in ("gate", "up", "down"))
+                out[token] += weight * mlp(h[token], *parts)
+        return out
+
     x = w["model.embed_tokens.weight"][ids] * config.embedding_scale
     for layer in range(config.num_hidden_layers):
         p = f"model.layers.{layer}"
@@ -99,7 +113,10 @@ def reference_llama(w: dict[str, np.ndarray], config: LlamaConfig, ids: np.ndarr
         x = x + added(attended, f"{p}.post_attention_layernorm.weight")
         before = "pre_feedforward" if config.sandwich_norms else "post_attention"
         h = norm(x, f"{p}.{before}_layernorm.weight")
-        gate, up = (h @ w[f"{p}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        x = x + added((act(gate) * up) @ w[f"{p}.mlp.down_proj.weight"].T, f"{p}.post_feedforward_layernorm.weight")
+        if config.num_experts:
+            delta = mixture(h, f"{p}.mlp")
+        else:
+            delta = mlp(h, *(w[f"{p}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down")))
+        x = x + added(delta, f"{p}.post_feedforward_layernorm.weight")
     head = w["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
     return capped(norm(x, "model.norm.weight") @ head.T * config.logit_scale, config.logit_softcap)

@@ -19,10 +19,12 @@ from ortolan.graph_passes.operators.nodes import NewNames, put_function
 from ortolan.graph_passes.weights.quantizers.grid import Quantization
 
 from .groups import GroupLayer
+from .k_quants import KINDS as K_QUANTS
+from .k_quants import KQuantLayer
 from .subgroups import SubgroupLayer
 
-# Arguments of GroupLayer.random or SubgroupLayer.in_subgroups, by the kind of weight.
-KINDS: dict[str, dict[str, Any]] = {
+# Arguments of GroupLayer.random or SubgroupLayer.in_subgroups, by the kind of weight; or the name of a K-quant.
+KINDS: dict[str, dict[str, Any] | str] = {
     "int8": {"bits": 8},
     "int4": {"zero_points": False},
     "zero_points": {},
@@ -30,7 +32,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "minimums": {"minimums": True},
     "four": {"subgroup": 16, "bits": 4},
     "six": {"subgroup": 32, "bits": 6},
+    **{name: name for name in ("Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1")},
 }
+# Scales that give weights of about 0.05, as the scales of subgroups are random integers.
+_K_QUANT_SCALES = dict.fromkeys(("Q4_K", "Q5_K"), 0.0002) | {"Q6_K": 0.00005}
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ class Mixture:
     ) -> Mixture:
         def layer(k: int, n: int, kind: str, group: int) -> GroupLayer:
             given = KINDS[kind]
+            if isinstance(given, str):
+                return KQuantLayer.of_kind(rng, k, n, K_QUANTS[given], scale=_K_QUANT_SCALES.get(given, 0.005))
             if "subgroup" in given:
                 return SubgroupLayer.in_subgroups(rng, k, n, group, scale=0.004, **given)
             scale = 0.001 if given.get("bits") == 8 else 0.015
@@ -191,12 +198,17 @@ def _tensors(layer: GroupLayer) -> dict[str, np.ndarray]:
         "zero_points": layer.packed_zero_points,
         "minimums": None if layer.packed_minimums is None else layer.packed_minimums.view(layer.scales.dtype),
     }
-    if isinstance(layer, SubgroupLayer):
+    if isinstance(layer, SubgroupLayer | KQuantLayer):
         tensors |= {"subgroup_scales": layer.packed_subgroup_scales, "high_bits": layer.packed_high_bits}
+    if isinstance(layer, KQuantLayer):
+        tensors["subgroup_minimums"] = layer.packed_subgroup_minimums
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def _format(layer: GroupLayer) -> Quantization:
+    if isinstance(layer, KQuantLayer):
+        kind = layer.kind
+        return Quantization(kind.bits, kind.group, subgroup_size=kind.subgroup, k_quant_zero=kind.zero_point)
     subgroup = layer.subgroup if isinstance(layer, SubgroupLayer) else None
     symmetric = subgroup is None and layer.zero_points is None and layer.minimums is None
     fractions = layer.steps != 1

@@ -40,7 +40,7 @@ def test_bits_of_single_layers(kind: str) -> None:
 def test_kernel_and_function_agree_with_float_layers(form: ExpertsForm) -> None:
     """Nodes of all kinds in one model share a function; its answers and the kernel's differ by rounding only."""
     rng = np.random.default_rng(5)
-    pairs = [(kind, kind) for kind in KINDS] + [("four", "six"), ("int4", "zero_points")]
+    pairs = [(kind, kind) for kind in KINDS] + [("four", "six"), ("int4", "zero_points"), ("Q4_K", "Q6_K")]
     mixtures = [Mixture.random(rng, form, pair, bias=index % 2 == 0) for index, pair in enumerate(pairs)]
     model = with_function(joined([mixture.model() for mixture in mixtures]))
     onnx.checker.check_model(model)
@@ -133,7 +133,7 @@ def test_malformed_nodes_are_refused(name: str, value: float, message: str) -> N
         session(model)
 
 
-@pytest.mark.parametrize("kind", ["int8", "minimums", "six"])
+@pytest.mark.parametrize("kind", ["int8", "minimums", "six", "Q5_K"])
 def test_damaged_models_give_an_error_or_an_answer(kind: str) -> None:
     rng = np.random.default_rng(list(KINDS).index(kind))
     mixture = Mixture.random(rng, SMALL, (kind, kind), bias=True)
