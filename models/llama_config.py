@@ -152,12 +152,11 @@ def llama_weight_shapes(config: LlamaConfig) -> dict[str, Shape]:
             f"{prefix}.self_attn.o_proj.weight": (hidden, query),
             config.mlp_norm(layer): (hidden,),
         }
-        experts, mlp = (), f"{prefix}.mlp"
+        mlp = f"{prefix}.mlp.experts" if config.num_experts else f"{prefix}.mlp"
         if config.num_experts:
-            shapes[f"{mlp}.gate.weight"] = (config.num_experts, hidden)
-            experts, mlp = (config.num_experts,), f"{mlp}.experts"
+            shapes[f"{prefix}.mlp.gate.weight"] = (config.num_experts, hidden)
         for part, sides in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
-            shapes[f"{mlp}.{part}_proj.weight"] = (*experts, *sides)
+            shapes[f"{mlp}.{part}_proj.weight"] = (config.num_experts, *sides) if config.num_experts else sides
         if config.sandwich_norms:
             for part in ("attention", "feedforward"):
                 shapes[f"{prefix}.post_{part}_layernorm.weight"] = (hidden,)

@@ -3,8 +3,9 @@
     python -m tools.random_gguf qwen2.5-0.5b FILE.gguf [--type Q4_0]
 
 Speed does not depend on the values of dense weights. Answers are meaningless, and perplexity says nothing. The
-architecture is llama whatever the name (Qwen2.5's biases are left out). Tokenizer and chat template are SmolLM2's, with
-unused tokens up to the size of the vocabulary. Weights are written as they are drawn, so memory stays small.
+architecture is llama whatever the name (Qwen2.5's biases are left out), or qwen3moe if there are experts. Tokenizer and
+chat template are SmolLM2's, with unused tokens up to the size of the vocabulary. Weights are written as they are drawn,
+so memory stays small.
 """
 
 from __future__ import annotations
@@ -63,12 +64,16 @@ class Shape:
     head_dim: int
     vocabulary: int
     tied: bool
+    experts: int = 0  # of each layer, each with an inner width of `intermediate`
+    experts_used: int = 0  # by a token
 
 
 SHAPES = {
     "qwen2.5-0.5b": Shape(24, 896, 4864, 14, 2, 64, 151936, tied=True),
     "qwen2.5-1.5b": Shape(28, 1536, 8960, 12, 2, 128, 151936, tied=True),
     "qwen3-4b": Shape(36, 2560, 9728, 32, 8, 128, 151936, tied=True),
+    "granite-1b-a400m": Shape(24, 1024, 512, 16, 8, 64, 49155, tied=True, experts=32, experts_used=8),
+    "qwen3-30b-a3b": Shape(48, 2048, 768, 32, 4, 128, 151936, tied=False, experts=128, experts_used=8),
     "llama-3-8b": Shape(32, 4096, 14336, 32, 8, 128, 128256, tied=False),
 }
 
@@ -86,12 +91,16 @@ def write_random_gguf(
         weights: The type of the layers: Q4_0 or Q4_1, with embedding and head in Q8_0, or the mixture Q4_K_M.
         context: The limit of the context.
     """
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, "qwen3moe" if shape.experts else "llama")
     writer.add_name(name)
     writer.add_context_length(context)
     writer.add_embedding_length(shape.hidden)
     writer.add_block_count(shape.layers)
     writer.add_feed_forward_length(shape.intermediate)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.experts_used)
+        writer.add_expert_feed_forward_length(shape.intermediate)
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
     writer.add_key_length(shape.head_dim)
@@ -113,9 +122,7 @@ def write_random_gguf(
     writer.write_ti_data_to_file()
     rng = np.random.default_rng(0)
     for _, size, kind in tensors:
-        writer.write_tensor_data(
-            np.ones(size, np.float32) if kind is None else _random_blocks(rng, size, _BLOCKS[kind])
-        )
+        writer.write_tensor_data(_floats(rng, size) if kind is None else _random_blocks(rng, size, _BLOCKS[kind]))
     writer.close()
 
 
@@ -128,8 +135,12 @@ def _tensors(shape: Shape, weights: str) -> Iterator[tuple[str, tuple[int, ...],
             kind = _INSTEAD[kind]
         return f"{name}.weight", (outputs, inputs), kind
 
-    def vector(name: str) -> tuple[str, tuple[int, ...], None]:
-        return f"{name}.weight", (shape.hidden,), None
+    def experts(name: str, outputs: int, inputs: int, kind: str) -> tuple[str, tuple[int, ...], str]:
+        name, size, kind = matrix(name, outputs, inputs, kind)
+        return name, (shape.experts, *size), kind
+
+    def vector(name: str, size: int = shape.hidden) -> tuple[str, tuple[int, ...], None]:
+        return f"{name}.weight", (size,), None
 
     base, table = ("Q4_K", "Q6_K") if mixed else (weights, "Q8_0")
     yield matrix("token_embd", shape.vocabulary, shape.hidden, table)
@@ -142,9 +153,13 @@ def _tensors(shape: Shape, weights: str) -> Iterator[tuple[str, tuple[int, ...],
         yield matrix(f"{of}attn_v", shape.kv_heads * shape.head_dim, shape.hidden, more)
         yield matrix(f"{of}attn_output", shape.hidden, shape.heads * shape.head_dim, base)
         yield vector(f"{of}ffn_norm")
-        yield matrix(f"{of}ffn_gate", shape.intermediate, shape.hidden, base)
-        yield matrix(f"{of}ffn_up", shape.intermediate, shape.hidden, base)
-        yield matrix(f"{of}ffn_down", shape.hidden, shape.intermediate, more)
+        if shape.experts:
+            yield from (vector(f"{of}attn_{part}_norm", shape.head_dim) for part in "qk")
+            yield f"{of}ffn_gate_inp.weight", (shape.experts, shape.hidden), None
+        layer_of, end = (experts, "_exps") if shape.experts else (matrix, "")
+        yield layer_of(f"{of}ffn_gate{end}", shape.intermediate, shape.hidden, base)
+        yield layer_of(f"{of}ffn_up{end}", shape.intermediate, shape.hidden, base)
+        yield layer_of(f"{of}ffn_down{end}", shape.hidden, shape.intermediate, more)
     yield vector("output_norm")
     if not shape.tied:
         yield matrix("output", shape.vocabulary, shape.hidden, table)
@@ -156,13 +171,18 @@ def _has_more_bits(layer: int, layers: int) -> bool:
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 
 
+def _floats(rng: np.random.Generator, size: Sequence[int]) -> np.ndarray:
+    """Return a norm's weight, or the random weights of a router."""
+    return np.ones(size, np.float32) if len(size) == 1 else rng.standard_normal(size, np.float32) * np.float32(_SCALE)
+
+
 def _random_blocks(rng: np.random.Generator, size: Sequence[int], kind: BlockType) -> np.ndarray:
     """Return random integers with the same scales for all blocks."""
     blocks = size[-1] // kind.inputs
-    data = rng.integers(0, 256, (size[0], blocks, kind.size), np.uint8)
+    data = rng.integers(0, 256, (*size[:-1], blocks, kind.size), np.uint8)
     for start, value in kind.halves.items():
-        data[:, :, start : start + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
-    return data.reshape(size[0], -1)
+        data[..., start : start + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
+    return data.reshape(*size[:-1], -1)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Path, vocabulary: int) -> None:

@@ -129,9 +129,7 @@ def _uses(nodes: list[ir.Node], layer: str) -> Uses:
         minimums=minimums or (int8 and zero_points),
         subgroups=subgroups,
         high_bits=any_has("high_bits"),
-        k_quants=any(
-            node.attributes[f"{layer}subgroup_scale_bits"].as_int() == K_QUANT_SCALE_BITS for node in nodes
-        ),
+        k_quants=any(node.attributes[f"{layer}subgroup_scale_bits"].as_int() == K_QUANT_SCALE_BITS for node in nodes),
         subgroup_minimums=any_has("subgroup_minimums"),
     )
 

@@ -198,6 +198,7 @@ def _read_config(
     context = file.integer(f"{name}.context_length")
     rotary, notes = read_rotary(file, name, weights, head_dim, context)
     windows = _windows(file, name, architecture, layers, context)
+    experts = 0 if architecture.expert_count is None else file.integer(f"{name}.expert_count")
     config = LlamaConfig(
         vocab_size=weights[f"{_TABLE}.weight"].shape[0],
         hidden_size=hidden,
@@ -223,7 +224,8 @@ def _read_config(
         attention_sinks="model.layers.0.self_attn.sinks" in weights,
         sandwich_norms=architecture.sandwich_norms,
         activation="gelu_tanh" if architecture.gemma else "silu",
-        **_experts(file, name, architecture),
+        num_experts=experts,
+        num_experts_per_tok=file.integer(f"{name}.expert_used_count", maximum=experts) if experts else 0,
         **_factors(file, name, architecture, layers, hidden, heads),
         **_local_rope(file, name, architecture, windows),
     )
@@ -234,13 +236,6 @@ def _inner_key(file: GgufFile, name: str) -> str:
     """Return the key of the inner width of the MLP, or of each expert."""
     own = "expert_feed_forward_length"
     return own if file.has(f"{name}.{own}") else "feed_forward_length"
-
-
-def _experts(file: GgufFile, name: str, architecture: Architecture) -> dict[str, int]:
-    if architecture.expert_count is None:
-        return {}
-    count = file.integer(f"{name}.expert_count")
-    return {"num_experts": count, "num_experts_per_tok": file.integer(f"{name}.expert_used_count", maximum=count)}
 
 
 def _decimal(number: float) -> float:

@@ -68,8 +68,8 @@ def import_gguf(
     inputs.
 
     Args:
-        path: The GGUF file, of architecture llama (also Mistral), qwen2, qwen3, phi3, gemma, gemma2, gemma3 (text),
-            granite or smollm3. Needs the extra ortolan[decoder].
+        path: The GGUF file, of architecture llama (also Mistral), qwen2, qwen3, qwen3moe, phi3, gemma, gemma2,
+            gemma3 (text), granite, granitemoe or smollm3. Needs the extra ortolan[decoder].
         folder: A new or empty folder, which appears when it is complete.
         serve: Write the form for serving, as `optimize_onnx(serve=True)` does. The folder then is for `ortolan serve`
             and for onnxruntime-genai's Engine.

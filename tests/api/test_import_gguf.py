@@ -79,6 +79,25 @@ def test_types(tmp_path: Path, kind: str) -> None:
     compare(tmp_path / "model.gguf", tmp_path / "folder", 0.05)
 
 
+def test_experts_in_k_quants(tmp_path: Path) -> None:
+    tool = pytest.importorskip("tools.random_gguf")
+    write(tmp_path / "tokenizer.gguf", table="Q8_0")
+    shape = tool.Shape(2, 256, 256, 4, 2, 32, 500, tied=True, experts=6, experts_used=2)
+    tool.write_random_gguf(shape, "small", tmp_path / "model.gguf", tmp_path / "tokenizer.gguf", "Q4_K_M")
+    report = ortolan.import_gguf(tmp_path / "model.gguf", tmp_path / "folder")
+    experts = [layer for layer in report.layers if layer.new_op == "MoE"]
+    assert len(experts) == 2
+    for layer in experts:
+        assert layer.bytes_before <= layer.bytes_after <= 1.06 * layer.bytes_before
+    compare(tmp_path / "model.gguf", tmp_path / "folder", 0.05)
+
+
+@pytest.mark.parametrize("kinds", [["Q4_0", "Q8_0", "Q4_1"], ["Q5_0", "Q4_0", "F32"]])
+def test_gate_and_up_of_different_types(tmp_path: Path, kinds: list[str]) -> None:
+    run(tmp_path, "qwen3moe", kinds=kinds, table="Q8_0")
+    compare(tmp_path / "model.gguf", tmp_path / "folder", 0.05)
+
+
 def test_mixed_types(tmp_path: Path) -> None:
     """Query, key and value layers are joined only if their weights have the same type."""
     run(tmp_path, kinds=MIXED, table="Q8_0")
@@ -123,7 +142,8 @@ def test_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kinds"), [("llama", ["Q4_1"]), ("llama", MIXED), ("gemma3", MIXED), ("smollm3", MIXED), ("qwen3moe", MIXED)]
+    ("name", "kinds"),
+    [("llama", ["Q4_1"]), ("llama", MIXED), ("gemma3", MIXED), ("smollm3", MIXED), ("qwen3moe", MIXED)],
 )
 def test_the_form_for_serving(tmp_path: Path, name: str, kinds: list[str]) -> None:
     """The folder's configuration names the inputs and outputs of the form for serving, for GenAI's Engine."""
