@@ -77,9 +77,9 @@ def stacked(weights: Sequence[Weight]) -> Weight:
 
 
 def interleaved(first: Weight, second: Weight) -> Weight:
-    """Return rows of two weights [experts, rows, in] in turns: [experts, 2 * rows, in]."""
-    experts, rows, inputs = first.shape if isinstance(first, np.ndarray) else first.shape.numpy()
-    shape = (experts, 2 * rows, inputs)
+    """Return rows of two weights [experts, rows, …] in turns: [experts, 2 * rows, …]."""
+    experts, rows, *others = first.shape if isinstance(first, np.ndarray) else first.shape.numpy()
+    shape = (experts, 2 * rows, *others)
 
     def compute() -> np.ndarray:
         return np.stack([np.asarray(first), np.asarray(second)], axis=2).reshape(shape)

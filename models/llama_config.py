@@ -1,4 +1,4 @@
-"""The configuration of Llama decoders and close relatives: Mistral, Mixtral, Qwen2 and 3, Phi-3, Gemma, Granite."""
+"""The configuration of Llama decoders and close relatives: Mistral, Mixtral, Qwen2 and 3, Phi-3, Gemma, Granite, gpt-oss."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class LlamaConfig:
         windows: Number of latest keys that a token sees in each layer, its own included; 0: all. None: all, in all
             layers.
         qkv_bias: q_proj, k_proj and v_proj have biases (Qwen2).
+        output_bias: o_proj has a bias (gpt-oss).
         qk_norm: The query and key of each head are normalized before the rotation (Qwen3, Gemma 3).
         sandwich_norms: The outputs of attention and of the MLP are normalized too (Gemma 2 and 3).
         attention_scale: Factor of the attention's scores. None means 1 / sqrt(head_dim).
@@ -36,6 +37,9 @@ class LlamaConfig:
             0: one MLP.
         num_experts_per_tok: Number of experts that compute a token. The softmax over their router logits is the weight
             of each.
+        expert_bias: The router and the experts have biases (gpt-oss).
+        swiglu_limit: Limit of the gate and the factor of experts, which are then combined as in gpt-oss:
+            min(gate, limit) sigmoid(1.702 min(gate, limit)) (clamp(factor, ±limit) + 1). None: silu(gate) factor.
         embedding_scale: Factor by which embedded tokens are multiplied (Gemma: the square root of hidden_size).
         residual_scale: Factor of what a sublayer adds to the hidden state (Granite).
         logit_scale: Factor of the logits (Granite).
@@ -60,6 +64,7 @@ class LlamaConfig:
     no_rope_layers: tuple[int, ...] = ()
     windows: tuple[int, ...] | None = None
     qkv_bias: bool = False
+    output_bias: bool = False
     qk_norm: bool = False
     sandwich_norms: bool = False
     attention_scale: float | None = None
@@ -69,6 +74,8 @@ class LlamaConfig:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     num_experts: int = 0
     num_experts_per_tok: int = 0
+    expert_bias: bool = False
+    swiglu_limit: float | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -157,12 +164,18 @@ def llama_weight_shapes(config: LlamaConfig) -> dict[str, Shape]:
             shapes[f"{prefix}.mlp.gate.weight"] = (config.num_experts, hidden)
         for part, sides in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
             shapes[f"{mlp}.{part}_proj.weight"] = (config.num_experts, *sides) if config.num_experts else sides
+            if config.expert_bias:
+                shapes[f"{mlp}.{part}_proj.bias"] = (config.num_experts, sides[0])
+        if config.expert_bias:
+            shapes[f"{prefix}.mlp.gate.bias"] = (config.num_experts,)
         if config.sandwich_norms:
             for part in ("attention", "feedforward"):
                 shapes[f"{prefix}.post_{part}_layernorm.weight"] = (hidden,)
         if config.qkv_bias:
             for part, size in (("q", query), ("k", key_value), ("v", key_value)):
                 shapes[f"{prefix}.self_attn.{part}_proj.bias"] = (size,)
+        if config.output_bias:
+            shapes[f"{prefix}.self_attn.o_proj.bias"] = (hidden,)
         if config.attention_sinks:
             shapes[f"{prefix}.self_attn.sinks"] = (config.num_attention_heads,)
         if config.qk_norm:

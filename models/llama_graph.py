@@ -212,19 +212,26 @@ class LlamaBuilder:
             rows = graph.node("Reshape", logits, graph.constant([-1, config.num_experts]))
             gate, up, down = (self.weights[f"{name}.{part}_proj.weight"] for part in ("gate", "up", "down"))
             # The CPU's operator reads rows of gate and up in turns.
-            first = graph.weight(f"{name}.gate_up_proj", interleaved(gate, up))
+            layers = [graph.weight(f"{name}.gate_up_proj", interleaved(gate, up)), None]
+            layers += [graph.weight(f"{name}.down_proj", down)]
+            if config.expert_bias:
+                gate, up, down = (self.weights[f"{name}.{part}_proj.bias"] for part in ("gate", "up", "down"))
+                layers[1] = graph.weight(f"{name}.gate_up_proj_bias", interleaved(gate, up))
+                layers += [graph.weight(f"{name}.down_proj_bias", down)]
+            attributes: dict[str, float] = {}
+            if config.swiglu_limit is not None:
+                attributes = {"activation_alpha": 1.702, "activation_beta": 1.0, "swiglu_limit": config.swiglu_limit}
             return graph.node(
                 "MoE",
                 normed,
                 rows,
-                first,
-                None,
-                graph.weight(f"{name}.down_proj", down),
+                *layers,
                 domain=MICROSOFT_DOMAIN,
                 k=config.num_experts_per_tok,
                 activation_type="swiglu",
                 swiglu_fusion=1,
                 normalize_routing_weights=1,
+                **attributes,
             )
 
     def activation(self, x: ir.Value) -> ir.Value:

@@ -25,6 +25,8 @@ class Architecture:
         layers_by_width: The number of layers of the model whose attention is scaled by 1 / sqrt(hidden_size / heads).
         no_rope_period: Every n-th layer has no rotary embedding. 0: all layers have it.
         expert_count: The name of the field of config.json with the number of experts. None: no mixtures of experts.
+        swiglu_limit: See LlamaConfig.
+        genai_type: The name of the architecture in onnxruntime-genai, if it differs from `model_type`.
         options: Metadata keys, without the architecture's name, that other architectures may not set, with the values
             that a missing key means; 0: the feature is not used.
     """
@@ -41,6 +43,8 @@ class Architecture:
     layers_by_width: int = 0
     no_rope_period: int = 0
     expert_count: str | None = None
+    swiglu_limit: float | None = None
+    genai_type: str | None = None
     options: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -49,7 +53,15 @@ ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama", rope_style="interleaved"),  # Llama and Mistral
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
-    "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", expert_count="num_experts"),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", expert_count="num_experts", genai_type="decoder"),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        window_period=2,
+        expert_count="num_local_experts",
+        swiglu_limit=7.0,
+        genai_type="gptoss",
+    ),
     "phi3": Architecture("Phi3ForCausalLM", "phi3", packed=True),  # Phi-3, Phi-4 and Phi-4-mini
     "gemma": Architecture("GemmaForCausalLM", "gemma", gemma=True),
     "gemma2": Architecture(
@@ -82,6 +94,7 @@ ARCHITECTURES = {
         "granitemoe",
         rope_style="interleaved",
         expert_count="num_local_experts",
+        genai_type="decoder",
         options=_GRANITE,
     ),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", rope_style="interleaved", no_rope_period=4),
@@ -128,6 +141,7 @@ _LAYER_WEIGHTS = {
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
+_GPT_OSS = {"attn_sinks": "self_attn.sinks", "post_attention_norm": "post_attention_layernorm"}
 _SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -137,6 +151,8 @@ _SANDWICH = {
 
 def layer_weights(architecture: Architecture) -> dict[str, str]:
     """Return the Hugging Face names of a layer's weights by their GGUF names, after the layer's prefix."""
+    if architecture.model_type == "gpt_oss":
+        return _LAYER_WEIGHTS | _GPT_OSS
     return _LAYER_WEIGHTS | (_SANDWICH if architecture.sandwich_norms else {})
 
 
@@ -146,7 +162,7 @@ def config_extras(config: LlamaConfig, architecture: Architecture) -> dict[str, 
     model_type = architecture.model_type
     if config.windows is not None:
         fields["sliding_window"] = max(config.windows)
-        if model_type.startswith("gemma"):
+        if model_type.startswith("gemma") or model_type == "gpt_oss":
             kinds = {True: "sliding_attention", False: "full_attention"}
             fields["layer_types"] = [kinds[window > 0] for window in config.windows]
     if config.local_rope_theta is not None:
@@ -166,6 +182,8 @@ def config_extras(config: LlamaConfig, architecture: Architecture) -> dict[str, 
     if architecture.expert_count is not None:
         fields[architecture.expert_count] = config.num_experts
         fields["num_experts_per_tok"] = config.num_experts_per_tok
+    if model_type == "gpt_oss":
+        fields |= {"swiglu_limit": config.swiglu_limit, "attention_bias": True}
     if model_type == "qwen3_moe":
         fields |= {"moe_intermediate_size": config.intermediate_size, "norm_topk_prob": True}
         fields |= {"decoder_sparse_step": 1, "mlp_only_layers": []}

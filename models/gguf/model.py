@@ -150,7 +150,7 @@ def _check_tensors(
 
 def _gguf_name(key: str, layer_names: Mapping[str, str]) -> str:
     """Return the name in the file, the inverse of _hugging_face_name."""
-    module, _, part = key.rpartition(".")
+    module, _, part = (f"{key}.weight" if key.endswith(".sinks") else key).rpartition(".")
     for ours, theirs in _OTHER_WEIGHTS.items():
         if theirs == module:
             return f"{ours}.{part}"
@@ -163,7 +163,8 @@ def _hugging_face_name(name: str, layer_names: Mapping[str, str]) -> str:
     """Return the Hugging Face name: "model.layers.3.self_attn.q_proj.weight" for "blk.3.attn_q.weight"."""
     parts = name.split(".")
     if parts[0] == "blk" and len(parts) == 4 and parts[2] in layer_names:
-        return f"model.layers.{parts[1]}.{layer_names[parts[2]]}.{parts[3]}"
+        found = f"model.layers.{parts[1]}.{layer_names[parts[2]]}.{parts[3]}"
+        return found.removesuffix(".weight") if found.endswith(".sinks.weight") else found
     if len(parts) == 2 and parts[0] in _OTHER_WEIGHTS:
         return f"{_OTHER_WEIGHTS[parts[0]]}.{parts[1]}"
     return name
@@ -221,10 +222,13 @@ def _read_config(
         no_rope_layers=_layers_without_rope(file, name, architecture, layers),
         qkv_bias="model.layers.0.self_attn.q_proj.bias" in weights,
         qk_norm="model.layers.0.self_attn.q_norm.weight" in weights,
+        output_bias="model.layers.0.self_attn.o_proj.bias" in weights,
         attention_sinks="model.layers.0.self_attn.sinks" in weights,
         sandwich_norms=architecture.sandwich_norms,
         activation="gelu_tanh" if architecture.gemma else "silu",
         num_experts=experts,
+        expert_bias="model.layers.0.mlp.gate.bias" in weights,
+        swiglu_limit=architecture.swiglu_limit,
         num_experts_per_tok=file.integer(f"{name}.expert_used_count", maximum=experts) if experts else 0,
         **_factors(file, name, architecture, layers, hidden, heads),
         **_local_rope(file, name, architecture, windows),

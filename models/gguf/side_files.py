@@ -54,7 +54,7 @@ def genai_config(model: GgufModel, facts: TokenizerFacts, file_name: str, librar
 
     file_name: the ONNX file. library: the operator library that sessions load, if any.
     """
-    config = model.config
+    config, known = model.config, ARCHITECTURES[model.architecture]
     return {
         "model": {
             **_token_ids(model, facts),
@@ -83,7 +83,7 @@ def genai_config(model: GgufModel, facts: TokenizerFacts, file_name: str, librar
                 "num_hidden_layers": config.num_hidden_layers,
                 "num_key_value_heads": config.num_key_value_heads,
             },
-            "type": ARCHITECTURES[model.architecture].model_type,
+            "type": known.genai_type or known.model_type,
             "vocab_size": config.vocab_size,
         },
         "search": {

@@ -3,6 +3,7 @@
     Q4_0               4 bits, q - 8, with a scale per 32 inputs                              kept exactly
     Q4_1               4 bits, q, with scale and minimum per 32 inputs                        kept exactly
     Q8_0               8 bits with a scale per 32 inputs                                      kept exactly
+    MXFP4              5 bits: twice its values are integers                                  kept exactly
     Q5_0, Q5_1         5 bits, like Q4_0 and Q4_1; K-quants of ops/formats/k_quant.h          kept exactly
     Q2_K to Q6_K       K-quants with 256 inputs per scale; Q2_K and Q3_K occupy 4 bits        kept exactly
     all others         8 bits with a scale per 32 inputs, the one with least squared error    rounded; floats too
@@ -170,6 +171,25 @@ def _q6_k_scales(blocks: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(blocks[..., 192:208]).view(np.int8)
 
 
+# Twice the values of a 4-bit float (E2M1), which scales make good; as integers of 5 bits around 16.
+_MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+_MXFP4_ZERO = 16
+
+
+def _mxfp4(blocks: np.ndarray) -> np.ndarray:
+    return (_MXFP4[_nibbles(blocks[..., 1:])] + np.int8(_MXFP4_ZERO)).view(np.uint8)
+
+
+def _mxfp4_scales(blocks: np.ndarray) -> np.ndarray:
+    scales: np.ndarray = np.ldexp(np.float32(1), blocks[..., 0].astype(np.int32) - 128)
+    return scales
+
+
+def _fit_float16(exponents: np.ndarray) -> bool:
+    """Return whether float16 holds these scales exactly, from 2^-24 to 2^15."""
+    return bool(((exponents >= 128 - 24) & (exponents <= 128 + 15)).all())
+
+
 _OF_Q4_K_AND_Q5_K: dict[str, Any] = {
     "scales": _half(0),
     "minimums": _minus(_half(2)),
@@ -183,6 +203,7 @@ _FORMATS = {
     "Q4_0": _Format(4, 18, lambda blocks: _nibbles(blocks[..., 2:]).view(np.int8) - np.int8(8), _half(0)),
     "Q4_1": _Format(4, 20, lambda blocks: _nibbles(blocks[..., 4:]), _half(0), _half(2)),
     "Q8_0": _Format(8, 34, lambda blocks: blocks[..., 2:].view(np.int8), _half(0)),
+    "MXFP4": _Format(5, 17, _mxfp4, _mxfp4_scales, subgroup=GROUP, zero=_MXFP4_ZERO),
     "Q5_0": _Format(
         5,
         22,
@@ -315,7 +336,9 @@ def _as_stored(stored: StoredWeight, found: _Format) -> QuantizedWeight:
         return lazy(compute, ir.DataType.from_numpy(np.dtype(dtype)), ir.Shape([k // inputs, n]))
 
     unsigned = found.zero is not None or found.minimums is not None
-    q, scales = tensor(found.q, np.uint8 if unsigned else np.int8), tensor(found.scales, np.float16, found.group)
+    wide = found.scales is _mxfp4_scales and not _fit_float16(stored.stored()[:, :: found.block_bytes])
+    scales = tensor(found.scales, np.float32 if wide else np.float16, found.group)
+    q = tensor(found.q, np.uint8 if unsigned else np.int8)
     assert q is not None and scales is not None
     return QuantizedWeight(
         found.bits,

@@ -63,13 +63,13 @@ def import_gguf(
 
     The folder has model.onnx with Ortolan's operators, model.onnx.data with the weights, the operator library, the
     tokenizer with its chat template, and the configuration files of onnxruntime-genai and Optimum. Weights of Q4_0,
-    Q4_1, Q5_0, Q5_1, Q8_0 and Q2_K to Q6_K are kept exactly; all other weights, and word embeddings, become 8-bit in
+    Q4_1, Q5_0, Q5_1, Q8_0, MXFP4 and Q2_K to Q6_K are kept exactly; all other weights, and word embeddings, become 8-bit in
     groups of 32. The notes of the report list the weights with their errors. Each layer is checked on random
     inputs.
 
     Args:
         path: The GGUF file, of architecture llama (also Mistral), qwen2, qwen3, qwen3moe, phi3, gemma, gemma2,
-            gemma3 (text), granite, granitemoe or smollm3. Needs the extra ortolan[decoder].
+            gemma3 (text), granite, granitemoe, gpt-oss or smollm3. Needs the extra ortolan[decoder].
         folder: A new or empty folder, which appears when it is complete.
         serve: Write the form for serving, as `optimize_onnx(serve=True)` does. The folder then is for `ortolan serve`
             and for onnxruntime-genai's Engine.
@@ -187,7 +187,7 @@ class _Import:
             if len(stored.shape) == 1:
                 weights.lazy[name] = np.asarray(stored.floats())
                 continue
-            if len(stored.shape) == 3 or name.endswith(_ROUTER):
+            if len(stored.shape) == 3 or name.endswith((_ROUTER, ".bias")):
                 weights.lazy[name] = _lazy_floats(stored)
                 continue
             weights.taken[name] = taken = keep_gguf_weight(stored, spill, eight_bits=name == _TABLE)

@@ -79,6 +79,13 @@ def test_types(tmp_path: Path, kind: str) -> None:
     compare(tmp_path / "model.gguf", tmp_path / "folder", 0.05)
 
 
+def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
+    report = run(tmp_path, "gpt-oss", kinds=["MXFP4"], table="Q8_0")
+    (note,) = [note for note in report.notes if "MXFP4" in note]
+    assert note.endswith("-> 5 bits in groups of 32, exact")
+    compare(tmp_path / "model.gguf", tmp_path / "folder", 0.05)
+
+
 def test_experts_in_k_quants(tmp_path: Path) -> None:
     tool = pytest.importorskip("tools.random_gguf")
     write(tmp_path / "tokenizer.gguf", table="Q8_0")
@@ -143,7 +150,14 @@ def test_sizes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kinds"),
-    [("llama", ["Q4_1"]), ("llama", MIXED), ("gemma3", MIXED), ("smollm3", MIXED), ("qwen3moe", MIXED)],
+    [
+        ("llama", ["Q4_1"]),
+        ("llama", MIXED),
+        ("gemma3", MIXED),
+        ("smollm3", MIXED),
+        ("qwen3moe", MIXED),
+        ("gpt-oss", ["MXFP4"]),
+    ],
 )
 def test_the_form_for_serving(tmp_path: Path, name: str, kinds: list[str]) -> None:
     """The folder's configuration names the inputs and outputs of the form for serving, for GenAI's Engine."""

@@ -47,6 +47,19 @@ CONFIGS = {
     "granitemoe": replace(
         CONFIG, intermediate_size=32, num_experts=4, num_experts_per_tok=3, attention_scale=0.125, logit_scale=0.125
     ),
+    "gpt-oss": replace(
+        _HALVES,
+        num_hidden_layers=3,
+        intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        qkv_bias=True,
+        output_bias=True,
+        expert_bias=True,
+        attention_sinks=True,
+        swiglu_limit=7.0,
+        windows=(4, 0, 4),
+    ),
     "smollm3": replace(CONFIG, num_hidden_layers=5, no_rope_layers=(3,)),
     "qwen2, window": replace(_HALVES, qkv_bias=True, windows=(5, 5)),
     "qwen2, yarn": replace(_HALVES, qkv_bias=True, rope_factors=YARN, rope_magnitude=1 + 0.1 * np.log(4.0)),
@@ -104,6 +117,7 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn": "attn_sinks",  # self_attn.sinks
     "mlp.gate": "ffn_gate_inp",
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
@@ -169,7 +183,7 @@ def write(
     count = 0
     for name, array in in_file(weights, architecture, config).items():
         kind = "F32"
-        if array.ndim > 1 and "ffn_gate_inp" not in name:
+        if array.ndim > 1 and "ffn_gate_inp" not in name and not name.endswith(".bias"):
             is_table = name in ("token_embd.weight", "output.weight")
             kind = table if is_table else kinds[count % len(kinds)]
             count += not is_table
@@ -189,13 +203,15 @@ def in_file(weights, architecture, config):
     others = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     found = {}
     names = NAMES | (SANDWICH if config.sandwich_norms else {})
+    if config.attention_sinks:
+        names["post_attention_layernorm"] = "post_attention_norm"
     for name, array in weights.items():
         module, _, part = name.rpartition(".")
         if module in others:
             found[f"{others[module]}.{part}"] = array
         else:
             _, _, layer, module = module.split(".", 3)
-            found[f"blk.{layer}.{names[module]}.{part}"] = array
+            found[f"blk.{layer}.{names[module]}.{'weight' if part == 'sinks' else part}"] = array
     if architecture == "phi3":
         for layer in range(config.num_hidden_layers):
             prefix = f"blk.{layer}"

@@ -80,18 +80,23 @@ def reference_llama(w: dict[str, np.ndarray], config: LlamaConfig, ids: np.ndarr
             return x / (1 + np.exp(-x))
         return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
 
-    def mlp(h, gate, up, down):
-        return (act(h @ gate.T) * (h @ up.T)) @ down.T
+    def mlp(h, gate, up, down, biases=(0, 0, 0)):
+        gate, up = h @ gate.T + biases[0], h @ up.T + biases[1]
+        if config.swiglu_limit is None:
+            return (act(gate) * up) @ down.T + biases[2]
+        gate, up = np.minimum(gate, config.swiglu_limit), np.clip(up, -config.swiglu_limit, config.swiglu_limit)
+        return (gate / (1 + np.exp(-1.702 * gate)) * (up + 1)) @ down.T + biases[2]
 
     def mixture(h, p):
-        logits = h @ w[f"{p}.gate.weight"].T
+        logits = project(h, f"{p}.gate")
         out = np.zeros_like(h)
         for token, row in enumerate(logits):
             chosen = np.argsort(-row)[: config.num_experts_per_tok]
             weights = np.exp(row[chosen] - row.max())
             for expert, weight in zip(chosen, weights / weights.sum(), strict=True):
-                parts = (w[f"{p}.experts.{part}_proj.weight"][expert] for part in ("gate", "up", "down"))
-                out[token] += weight * mlp(h[token], *parts)
+                names = [f"{p}.experts.{part}_proj" for part in ("gate", "up", "down")]
+                biases = [w[f"{name}.bias"][expert] if config.expert_bias else 0 for name in names]
+                out[token] += weight * mlp(h[token], *(w[f"{name}.weight"][expert] for name in names), biases)
         return out
 
     x = w["model.embed_tokens.weight"][ids] * config.embedding_scale
@@ -107,9 +112,13 @@ def reference_llama(w: dict[str, np.ndarray], config: LlamaConfig, ids: np.ndarr
             )
             window = config.windows[layer] if config.windows else 0
             scores[(distance < 0) | (distance >= (window or len(ids)))] = -np.inf
+            if config.attention_sinks:  # a further score without a value
+                sink = np.full((len(ids), 1), w[f"{p}.self_attn.sinks"][head])
+                scores = np.concatenate([scores, sink], axis=1)
             weights = np.exp(scores - scores.max(-1, keepdims=True))
-            contexts.append(weights / weights.sum(-1, keepdims=True) @ v[head // group])
-        attended = np.concatenate(contexts, axis=1) @ w[f"{p}.self_attn.o_proj.weight"].T
+            weights /= weights.sum(-1, keepdims=True)
+            contexts.append(weights[:, : len(ids)] @ v[head // group])
+        attended = project(np.concatenate(contexts, axis=1), f"{p}.self_attn.o_proj")
         x = x + added(attended, f"{p}.post_attention_layernorm.weight")
         before = "pre_feedforward" if config.sandwich_norms else "post_attention"
         h = norm(x, f"{p}.{before}_layernorm.weight")

@@ -47,6 +47,7 @@ def take(weight, folder, **options):
         ("Q4_1", 4, 32, None, True),
         ("Q8_0", 8, 32, None, False),
         ("Q5_0", 5, 32, 32, False),
+        ("MXFP4", 5, 32, 32, False),
         ("Q5_1", 5, 32, 32, True),
         ("Q2_K", 4, 256, 16, True),
         ("Q3_K", 4, 256, 16, False),
@@ -66,6 +67,15 @@ def test_weights_are_kept_exactly(tmp_path, kind, bits, group, subgroup, minimum
     np.testing.assert_array_equal(
         take(weight.reordered(order).rows(3, 20), tmp_path).quantized.matrix().T, weight.floats()[order[3:20]]
     )
+
+
+def test_mxfp4_with_scales_that_float16_lacks(tmp_path):
+    for exponent in (1, 250):
+        weight = stored("MXFP4")
+        weight.data[5, 17] = exponent
+        quantized = take(weight, tmp_path).quantized
+        assert quantized.scales.dtype.name == "FLOAT"
+        np.testing.assert_array_equal(quantized.matrix().T, weight.floats())
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
