@@ -1,4 +1,4 @@
-"""The configuration of Llama decoders and close relatives: Mistral, Mixtral, Qwen2 and 3, Phi-3, Gemma, Granite, gpt-oss."""
+"""The configuration of Llama decoders and close relatives: Mistral, Qwen2 and 3, Phi-3, Gemma, Granite, gpt-oss."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -218,7 +219,7 @@ class LlamaBuilder:
                 gate, up, down = (self.weights[f"{name}.{part}_proj.bias"] for part in ("gate", "up", "down"))
                 layers[1] = graph.weight(f"{name}.gate_up_proj_bias", interleaved(gate, up))
                 layers += [graph.weight(f"{name}.down_proj_bias", down)]
-            attributes: dict[str, float] = {}
+            attributes: dict[str, Any] = {}
             if config.swiglu_limit is not None:
                 attributes = {"activation_alpha": 1.702, "activation_beta": 1.0, "swiglu_limit": config.swiglu_limit}
             return graph.node(

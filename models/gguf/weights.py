@@ -177,7 +177,8 @@ _MXFP4_ZERO = 16
 
 
 def _mxfp4(blocks: np.ndarray) -> np.ndarray:
-    return (_MXFP4[_nibbles(blocks[..., 1:])] + np.int8(_MXFP4_ZERO)).view(np.uint8)
+    q: np.ndarray = _MXFP4[_nibbles(blocks[..., 1:])] + np.int8(_MXFP4_ZERO)
+    return q.view(np.uint8)
 
 
 def _mxfp4_scales(blocks: np.ndarray) -> np.ndarray:

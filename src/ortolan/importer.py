@@ -63,8 +63,8 @@ def import_gguf(
 
     The folder has model.onnx with Ortolan's operators, model.onnx.data with the weights, the operator library, the
     tokenizer with its chat template, and the configuration files of onnxruntime-genai and Optimum. Weights of Q4_0,
-    Q4_1, Q5_0, Q5_1, Q8_0, MXFP4 and Q2_K to Q6_K are kept exactly; all other weights, and word embeddings, become 8-bit in
-    groups of 32. The notes of the report list the weights with their errors. Each layer is checked on random
+    Q4_1, Q5_0, Q5_1, Q8_0, MXFP4 and Q2_K to Q6_K are kept exactly; all other weights, and word embeddings, become
+    8-bit in groups of 32. The notes of the report list the weights with their errors. Each layer is checked on random
     inputs.
 
     Args:
