@@ -4,8 +4,9 @@
 
 Models are exported to FOLDER/EXPORTER/ARCHITECTURE, once, by the given interpreters (ortolan/models/zoo_exporters.py).
 Each is then optimized to bf16 and to exact settings, and opened unmodified with the execution provider, in a process of
-its own. The table has, for each exporter, linear layers replaced and found, attentions replaced and found, attentions
-that the provider claims, and whether decoders generate the original's tokens at exact settings. Reasons follow it.
+its own. Each file's line has linear layers replaced and found, attentions replaced and found, attentions that the
+provider claims, tokens that a decoder generates like the original at exact settings, and reasons. The table names
+the exports that are not complete.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Found:
         claimed: The attentions that the provider claims.
         same_bits: The provider's answers have the bits of the optimized file.
         tokens: Greedy tokens that agree with the original's before the first difference, at exact settings; None: not a
-            decoder, or nothing to replace.
-        problems: Errors, and answers that differ.
+            decoder, or its caches stay.
+        problems: Errors, answers that differ, and caches that stay, each with details after a colon.
     """
 
     file: str
@@ -59,16 +60,16 @@ class Found:
     tokens: int | None = None
     problems: tuple[str, ...] = ()
 
-    def cell(self) -> str:
-        """Return the text for the table."""
+    def counts(self) -> str:
+        """Return the counts for the file's line."""
         if self.study is None:
             return "fails"
         parts = [f"{self.study.linear_replaced}/{self.study.linear}"]
         parts.append(f"{self.study.fused}/{self.study.attentions}")
         parts.append(f"{self.claimed:g}")
         if self.tokens is not None:
-            parts.append("=" if self.tokens == _TOKENS else f"{self.tokens} of {_TOKENS}")
-        return " · ".join(parts) + ("!" if self.problems else "")
+            parts.append(f"{self.tokens} of {_TOKENS}")
+        return " · ".join(parts)
 
 
 def model_files(folder: Path) -> list[Path]:
@@ -87,24 +88,24 @@ def examine(name: str, source: Path, root: Path) -> Found:
     except Exception as error:  # continue with the other models
         return Found(file, None, problems=(f"optimize_onnx: {_line(error)}",))
     if studied.cosine < _LEAST_COSINE:
-        problems.append(f"bf16: cosine {studied.cosine:.4f}")
+        problems.append(f"inaccurate in bf16: cosine {studied.cosine:.4f}")
     model, claimed, same = ir.load(source), 0.0, True
     try:
         feeds = synthetic_feeds(model, Sizes(1, 1, 9) if has_past(model) else Sizes(1, 16, 0), seed=5)
         in_provider = provided(source, output, feeds)
         claimed, same = in_provider.attentions, not in_provider.unequal
         if in_provider.unequal:
-            problems.append(f"provider: other bits than the optimized file in {', '.join(in_provider.unequal[:3])}")
+            problems.append(f"other bits in the provider: {', '.join(in_provider.unequal[:3])}")
     except Exception as error:
-        problems.append(f"provider: {_line(error)}")
+        problems.append(f"provider fails: {_line(error)}")
     tokens = None
     if "input_ids" in {value.name for value in model.graph.inputs} and has_past(model):
         try:
             tokens = _equal_tokens(source, exact)
-        except NothingToReplaceError:
-            pass
+        except NothingToReplaceError as error:
+            problems.append(f"caches stay: {_line(error)}")
         except Exception as error:
-            problems.append(f"exact settings: {_line(error)}")
+            problems.append(f"exact settings fail: {_line(error)}")
     return Found(file, studied, claimed, same, tokens, tuple(problems))
 
 
@@ -163,7 +164,7 @@ def collect(folder: Path, exporters: Iterable[str], names: Sequence[str]) -> dic
             elif root.exists():
                 found[name, exporter] = [_in_process(name, file, root) for file in model_files(root)]
             for one in found.get((name, exporter), ()):
-                print(f"{name} {exporter} {one.file}: {one.cell()}; {'; '.join(_reasons(one))}", flush=True)
+                print(f"{name} {exporter} {one.file}: {one.counts()}; {'; '.join(_reasons(one))}", flush=True)
     return found
 
 
@@ -181,18 +182,37 @@ def _reasons(found: Found) -> list[str]:
     return [*found.problems, *kept]
 
 
+def summary(files: Sequence[Found]) -> str:
+    """Return the table's cell for an export: "complete", or the parts that stay."""
+    if not files:
+        return "–"
+    studies = [one.study for one in files if one.study is not None]
+    if len(studies) < len(files):
+        return "not exported" if files[0].file == "export" else "fails"
+    attentions = sum(one.attentions for one in studies)
+    missing = []
+    for what, found, wanted in (
+        ("layers", sum(one.linear_replaced for one in studies), sum(one.linear for one in studies)),
+        ("attention", sum(one.fused for one in studies), attentions),
+        ("provider's attention", sum(one.claimed for one in files), attentions),
+    ):
+        if found < wanted:
+            missing.append(f"{what} {found:g}/{wanted}")
+    if any(one.tokens not in (None, _TOKENS) for one in files):
+        missing.append("other tokens")
+    missing += dict.fromkeys(problem.partition(":")[0] for one in files for problem in one.problems)
+    return ", ".join(missing) or "complete"
+
+
 def markdown(found: dict[tuple[str, str], list[Found]], exporters: Sequence[str]) -> str:
-    """Return the table: a row for each architecture, a column for each exporter."""
-    names = list(dict.fromkeys(name for name, _ in found))
-    lines = [f"| architecture | {' | '.join(exporters)} |", "| --- " * (len(exporters) + 1) + "|"]
-    for name in names:
-        cells = [
-            "<br>".join(
-                "not exported" if one.file == "export" else one.cell() for one in found.get((name, exporter), ())
-            )
-            for exporter in exporters
-        ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    """Return the table: a column for each exporter, and one row for all architectures with the same cells."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name in dict.fromkeys(name for name, _ in found):
+        cells = tuple(summary(found.get((name, exporter), ())) for exporter in exporters)
+        rows.setdefault(cells, []).append(name)
+    lines = [f"| architectures | {' | '.join(exporters)} |", "| --- " * (len(exporters) + 1) + "|"]
+    for cells, names in sorted(rows.items(), key=lambda row: -len(row[1])):
+        lines.append(f"| {', '.join(names)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

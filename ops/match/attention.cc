@@ -72,8 +72,9 @@ bool IsCausal(const Dimensions& dims, const Mask& mask) {
   return dims.NumberOf(input_of(MakerOf(graph, trilu->Input(0), "Expand"))) == 1.0;
 }
 
-Operand ReadOperand(const Dimensions& dims, Value value, size_t role, unsigned by_heads, NodeSet& nodes) {
-  const bool transposed = role == 1, single = (by_heads & kSingle) != 0;
+Operand ReadOperand(const Dimensions& dims, Value value, size_t role, unsigned by_heads, NodeSet& nodes,
+                    bool transposed = false) {
+  const bool single = (by_heads & kSingle) != 0;
   const auto heads = [&] { return HeadsOperand(dims, value, kRoles[role], nodes, transposed, single); };
   if ((by_heads >> role & 1) != 0) return heads();
   try {
@@ -87,6 +88,36 @@ Operand ReadOperand(const Dimensions& dims, Value value, size_t role, unsigned b
   }
 }
 
+// Set the output: merged heads, or split heads if the model does not merge them.
+void SetOutput(const Dimensions& dims, Value product, const Operand& query, unsigned by_heads, NodeSet& nodes,
+               Attention& found) {
+  try {
+    Expect((by_heads & kOutput) == 0, ReasonCode::kOneAxisOutput, Quoted(product));
+    found.output = MergedHeads(dims, product, query, nodes);
+  } catch (const RefusedError&) {
+    found.output = product;
+    if (dims.Rank(product) == 4u) {
+      found.output_layout = Layout::kByHeads;
+    } else if (query.heads != 1) {
+      throw;
+    }
+  }
+}
+
+// Call `read` with each set of kByHeads until one fits. The reason of a refusal is that against the first set.
+template <typename Read>
+auto WithSplitHeads(const Read& read) {
+  std::optional<Reason> first;
+  for (const unsigned by_heads : kByHeads) {
+    try {
+      return read(by_heads);
+    } catch (const RefusedError& refusal) {
+      if (!first) first = refusal.reason();
+    }
+  }
+  throw RefusedError(*first);
+}
+
 // Match decomposed attention with one set of kByHeads; nullopt if the Softmax has another purpose.
 std::optional<Attention> ReadDecomposed(const Dimensions& dims, const Node& softmax, unsigned by_heads,
                                         Executor executor) {
@@ -96,7 +127,7 @@ std::optional<Attention> ReadDecomposed(const Dimensions& dims, const Node& soft
   if (!products) return std::nullopt;
   auto [masks, scale, softcap, sinks] = rule.ReadScores(*products);
   const Operands operands = {ReadOperand(dims, products->scores->Input(0), 0, by_heads, nodes),
-                             ReadOperand(dims, products->scores->Input(1), 1, by_heads, nodes),
+                             ReadOperand(dims, products->scores->Input(1), 1, by_heads, nodes, true),
                              ReadOperand(dims, products->context->Input(1), 2, by_heads, nodes)};
   const auto& [query, key, value] = operands;
   const bool one_axis = dims.Rank(products->scores->Output(0)) == 3u;
@@ -106,7 +137,7 @@ std::optional<Attention> ReadDecomposed(const Dimensions& dims, const Node& soft
            ReasonCode::kOneAxisMask, Quoted(mask.value));
     if (one_axis && mask.heads == 0 && shape.size() == 3 && !shape[0].Is(1)) mask.heads = query.heads;
   }
-  Decomposed::Visible visible = rule.WithoutHiddenRows(*products, std::move(masks), executor);
+  Visible visible = WithoutHiddenRows(dims, products->context->Output(0), std::move(masks), nodes, executor);
   // With a second mask, a row may be fully masked. Its result then depends on the values of both masks, so the causal
   // mask is kept as a mask.
   const bool causal = visible.masks.size() == 1 && IsCausal(dims, visible.masks[0]);
@@ -121,32 +152,9 @@ std::optional<Attention> ReadDecomposed(const Dimensions& dims, const Node& soft
   found.zero_hidden_rows = products->zero_hidden_rows || visible.zeroed;
   found.zero_rows = visible.zero_rows;
   found.products = {products->scores, products->context};
-  try {
-    Expect((by_heads & kOutput) == 0, ReasonCode::kOneAxisOutput, Quoted(visible.product));
-    found.output = MergedHeads(dims, visible.product, query, nodes);
-  } catch (const RefusedError&) {
-    found.output = visible.product;
-    if (dims.Rank(visible.product) == 4u) {
-      found.output_layout = Layout::kByHeads;
-    } else if (query.heads != 1) {
-      throw;
-    }
-  }
+  SetOutput(dims, visible.product, query, by_heads, nodes, found);
   CheckUses(dims, nodes, found, executor);
   return found;
-}
-
-// The reason of a refusal is that against the first set of kByHeads.
-std::optional<Attention> FromSoftmax(const Dimensions& dims, const Node& softmax, Executor executor) {
-  std::optional<Reason> first;
-  for (const unsigned by_heads : kByHeads) {
-    try {
-      return ReadDecomposed(dims, softmax, by_heads, executor);
-    } catch (const RefusedError& refusal) {
-      if (!first) first = refusal.reason();
-    }
-  }
-  throw RefusedError(*first);
 }
 
 void ExpectNoCache(const Dimensions& dims, const Node& node, size_t first, size_t end) {
@@ -158,14 +166,15 @@ void ExpectNoCache(const Dimensions& dims, const Node& node, size_t first, size_
   }
 }
 
-Attention OnnxAttention(const Dimensions& dims, const Node& node, Executor executor) {
+// Match ONNX's Attention with one set of kByHeads.
+Attention OnnxAttention(const Dimensions& dims, const Node& node, unsigned by_heads, Executor executor) {
   ExpectNoCache(dims, node, 4, 7);
   NodeSet nodes = {&node};
   const bool split = dims.Rank(node.Input(0)) == 4u;
   Operands operands;
   for (size_t i = 0; i < 3; ++i) {
     operands[i] =
-        split ? SplitOperand(dims, node.Input(i), kRoles[i], nodes)
+        split ? ReadOperand(dims, node.Input(i), i, by_heads, nodes)
               : WholeOperand(dims, node.Input(i), kRoles[i], node.Int(i == 0 ? "q_num_heads" : "kv_num_heads", 0));
   }
   std::vector<Mask> masks;
@@ -173,12 +182,21 @@ Attention OnnxAttention(const Dimensions& dims, const Node& node, Executor execu
     const bool is_bool = dims.TypeOf(node.Input(3)) == ElementType::kBool;
     masks.push_back(is_bool ? VisibleMask(node.Input(3)) : Mask{node.Input(3)});
   }
-  Attention found = Joined(dims, node, operands, std::move(masks), node.Int("is_causal", 0) == 1, executor);
+  const bool causal = node.Int("is_causal", 0) == 1;
+  Visible visible{node.Output(0), std::move(masks)};
+  if (!causal) visible = WithoutHiddenRows(dims, visible.product, std::move(visible.masks), nodes, executor);
+  Attention found = Joined(dims, node, operands, std::move(visible.masks), causal, executor);
   const double factor = operands[0].scale * operands[1].scale;
   found.scale = ScaleAttribute(node) * factor;
   found.softcap = CheckedSoftcap(node.Float("softcap", 0));
   Expect(operands[2].scale == 1 && (found.scale != 0 || factor == 1), ReasonCode::kScaledInputs);
-  found.output = split ? MergedHeads(dims, node.Output(0), operands[0], nodes) : node.Output(0);
+  found.zero_hidden_rows = visible.zeroed;
+  found.zero_rows = visible.zero_rows;
+  if (split) {
+    SetOutput(dims, visible.product, operands[0], by_heads, nodes, found);
+  } else {
+    found.output = visible.product;
+  }
   CheckUses(dims, nodes, found, executor);
   return found;
 }
@@ -378,8 +396,11 @@ std::vector<FoundAttention> FindAttentions(const Dimensions& dims, Executor exec
   for (const Node& node : dims.graph().nodes()) {
     try {
       std::optional<Attention> found;
-      if (node.IsStandard("Softmax")) found = FromSoftmax(dims, node, executor);
-      if (node.IsStandard("Attention")) found = OnnxAttention(dims, node, executor);
+      if (node.IsStandard("Softmax")) {
+        found = WithSplitHeads([&](unsigned by_heads) { return ReadDecomposed(dims, node, by_heads, executor); });
+      } else if (node.IsStandard("Attention")) {
+        found = WithSplitHeads([&](unsigned by_heads) { return OnnxAttention(dims, node, by_heads, executor); });
+      }
       // Passes split Attention and QAttention into their linear layers and a MultiHeadAttention.
       const bool is_packed = node.Is(kMicrosoft, "Attention") || node.Is(kMicrosoft, "QAttention");
       if ((is_packed && executor == Executor::kProvider) || node.Is(kMicrosoft, "MultiHeadAttention")) {

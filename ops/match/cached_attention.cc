@@ -208,7 +208,7 @@ PastOperand ReadPast(const Dimensions& dims, Value value, const char* meaning, N
   return {past, concat->Input(1), present, *heads, *kv_heads, *head_dim, chain.scale};
 }
 
-Attention OnnxAttention(const Dimensions& dims, const Node& node, NodeSet& nodes) {
+Attention OnnxAttention(const Dimensions& dims, const Node& node, NodeSet& nodes, Executor executor) {
   Attention found;
   found.inputs = {node.Input(0), node.Input(1), node.Input(2)};
   if (!node.Has(4) && node.Output(1) == nullptr && dims.Rank(node.Input(1)) == 4) {
@@ -231,7 +231,17 @@ Attention OnnxAttention(const Dimensions& dims, const Node& node, NodeSet& nodes
   }
   found.head_dim = HeadDimOf(dims, *found.cache);
   found.scale = ScaleAttribute(node);
-  found.output = node.Output(0);
+  found.causal = node.Int("is_causal", 0) == 1;
+  Visible visible{node.Output(0), {}};
+  if (node.Has(3)) {
+    const bool is_bool = dims.TypeOf(node.Input(3)) == ElementType::kBool;
+    visible.masks.push_back(is_bool ? VisibleMask(node.Input(3)) : Mask{node.Input(3)});
+  }
+  if (!found.causal) visible = WithoutHiddenRows(dims, visible.product, std::move(visible.masks), nodes, executor);
+  found.masks = std::move(visible.masks);
+  found.zero_hidden_rows = visible.zeroed;
+  found.zero_rows = visible.zero_rows;
+  found.output = visible.product;
   if (rank == 3) {
     found.heads = node.Int("q_num_heads", 0);
     found.kv_heads = node.Int("kv_num_heads", 0);
@@ -241,17 +251,8 @@ Attention OnnxAttention(const Dimensions& dims, const Node& node, NodeSet& nodes
     found.heads = *heads;
     found.kv_heads = *kv_heads;
     const Operand query{node.Input(0), (*shape)[0], (*shape)[2], found.heads, found.head_dim};
-    found.output = MergedHeads(dims, node.Output(0), query, nodes);
+    found.output = MergedHeads(dims, visible.product, query, nodes);
   }
-  if (node.Has(3)) {
-    Mask mask{.value = node.Input(3)};
-    if (dims.TypeOf(mask.value) == ElementType::kBool) {
-      mask.fill = -INFINITY;
-      mask.hides = false;
-    }
-    found.masks.push_back(mask);
-  }
-  found.causal = node.Int("is_causal", 0) == 1;
   return found;
 }
 
@@ -306,7 +307,8 @@ std::optional<Attention> FromSoftmax(const Dimensions& dims, const Node& softmax
   const std::optional<Decomposed::Products> products = rule.FindProducts();
   if (!products) return std::nullopt;
   Decomposed::Scores scores = rule.ReadScores(*products);
-  Decomposed::Visible visible = rule.WithoutHiddenRows(*products, std::move(scores.masks), executor);
+  Visible visible =
+      WithoutHiddenRows(dims, products->context->Output(0), std::move(scores.masks), rule.nodes(), executor);
   nodes.merge(rule.nodes());
   const PastOperand key = ReadPast(dims, products->scores->Input(1), kRoles[1], nodes, true);
   const PastOperand value = ReadPast(dims, products->context->Input(1), kRoles[2], nodes);
@@ -525,7 +527,7 @@ std::vector<FoundAttention> FindCachedAttentions(const Dimensions& dims, Executo
     try {
       if (node.Is("com.microsoft", "GroupQueryAttention")) found = GroupQuery(dims, node);
       if (node.Is("com.microsoft", "MultiHeadAttention")) found = MultiHead(dims, node);
-      if (node.IsStandard("Attention")) found = OnnxAttention(dims, node, nodes);
+      if (node.IsStandard("Attention")) found = OnnxAttention(dims, node, nodes, executor);
       if (node.IsStandard("Softmax")) found = FromSoftmax(dims, node, nodes, executor);
       if (!found) continue;
       Check(dims, node, *found, nodes);

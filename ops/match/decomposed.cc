@@ -45,6 +45,14 @@ Value CountedIn(const Dimensions& dims, Value value) {
   return axis == -1 || axis == last ? visible : nullptr;
 }
 
+// Return whether the shape is that of a 4-D value, with columns of size 1, and broadcasts to it.
+bool IsColumnOf(const Dimensions& dims, Value value, Value whole) {
+  const std::optional<DimShape> shape = dims.ShapeOf(value), wanted = dims.ShapeOf(whole);
+  if (!shape || !wanted || shape->size() != 4 || wanted->size() != 4 || !shape->back().Is(1)) return false;
+  return std::equal(shape->begin(), shape->end() - 1, wanted->begin(),
+                    [&](const Dim& size, const Dim& full) { return size.Is(1) || SameNumber(dims, size, full); });
+}
+
 }  // namespace
 
 std::optional<Decomposed::Products> Decomposed::FindProducts() {
@@ -265,29 +273,29 @@ Mask Decomposed::Fill(const Node& where, size_t index) const {
   return {BeforeExpand(dims_, where.Input(0)), *fill, index == 2};
 }
 
-Decomposed::Visible Decomposed::WithoutHiddenRows(const Products& products, std::vector<Mask> masks,
-                                                  Executor executor) {
-  Visible found{products.context->Output(0), std::move(masks)};
+Visible WithoutHiddenRows(const Dimensions& dims, Value product, std::vector<Mask> masks, NodeSet& nodes,
+                          Executor executor) {
+  Visible found{product, std::move(masks)};
   const Node* where = nullptr;
   size_t count = 0;
-  for (const Graph::Use& use : dims_.graph().Uses(found.product)) {
+  for (const Graph::Use& use : dims.graph().Uses(found.product)) {
     if (use.index < 0 || !use.node->IsStandard("Where")) continue;
     where = use.index == 2 ? use.node : nullptr;
     ++count;
   }
-  if (count != 1 || where == nullptr || dims_.NumberOf(where->Input(1)) != 0.0) return found;
-  const Value hidden = where->Input(0), visible = found.masks.size() == 1 ? VisibleOf(dims_, found.masks[0]) : nullptr;
-  const std::optional<DimShape> shape = dims_.ShapeOf(hidden);
+  if (count != 1 || where == nullptr || dims.NumberOf(where->Input(1)) != 0.0) return found;
+  if (!IsColumnOf(dims, where->Input(0), product)) return found;
+  const Value hidden = where->Input(0), visible = found.masks.size() == 1 ? VisibleOf(dims, found.masks[0]) : nullptr;
   // The provider cannot remove the nodes that compute the mask, so it reads the values that they return.
-  if (executor == Executor::kProvider && shape && shape->size() == 4 && shape->back().Is(1)) {
+  if (executor == Executor::kProvider) {
     found.zero_rows = hidden;
-  } else if (visible != nullptr && CountedIn(dims_, hidden) == visible) {
-    found.masks = {VisibleMask(BeforeExpand(dims_, visible))};
+  } else if (visible != nullptr && CountedIn(dims, hidden) == visible) {
+    found.masks = {VisibleMask(BeforeExpand(dims, visible))};
     found.zeroed = true;
   } else {
     return found;
   }
-  nodes_.insert(where);
+  nodes.insert(where);
   found.product = where->Output(0);
   return found;
 }

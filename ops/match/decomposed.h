@@ -67,6 +67,17 @@ inline Mask VisibleMask(Value value) { return {value, -std::numeric_limits<doubl
 void CheckMask(const Dimensions& dims, const Mask& mask, const DimShape& scores,
                Executor executor = Executor::kOperator);
 
+struct Visible {
+  Value product = nullptr;  // the given product, or the output of the Where after it
+  std::vector<Mask> masks;
+  bool zeroed = false;  // a Where sets fully masked rows of the output to zero; the mask is then boolean
+  Value zero_rows = nullptr;
+};
+// Follow the product of weights and values through a Where that sets fully masked rows to zero, as in exports of
+// transformers 5, and add the Where to `nodes`. `masks` are all that hide keys.
+Visible WithoutHiddenRows(const Dimensions& dims, Value product, std::vector<Mask> masks, NodeSet& nodes,
+                          Executor executor);
+
 // Check that only `nodes` read the values that will be removed; the present caches are exempt. Other nodes whose
 // results only removed nodes read, such as shape computations, are added to `nodes`, and all are listed in `found`. For
 // the provider, a mask that they expand or slice to the shape of the scores is replaced by the mask before. Throws
@@ -125,15 +136,6 @@ class Decomposed {
   };
   // Read the masks between scores and Softmax, the sinks, the cap, and the scale of the scores.
   Scores ReadScores(const Products& products);
-
-  struct Visible {
-    Value product = nullptr;  // output of the context MatMul, or of the Where after it
-    std::vector<Mask> masks;
-    bool zeroed = false;  // a Where sets fully masked rows of the output to zero; the mask is then boolean
-    Value zero_rows = nullptr;
-  };
-  // Exports of transformers 5 set fully masked rows of the output to zero.
-  Visible WithoutHiddenRows(const Products& products, std::vector<Mask> masks, Executor executor = Executor::kOperator);
 
   NodeSet& nodes() { return nodes_; }
 

@@ -127,8 +127,8 @@ std::optional<Dim> Symbols::Named(const std::string& name) {
   std::optional<Dim> sum = 0;
   for (const std::string& part : parts) {
     int64_t number = 0;
-    const bool digits =
-        is_sum && part.size() <= 18 && std::ranges::all_of(part, [](char c) { return '0' <= c && c <= '9'; });
+    const bool digits = part.size() <= 18 && (is_sum || part.front() != '0') &&
+                        std::ranges::all_of(part, [](char c) { return '0' <= c && c <= '9'; });
     if (digits) std::from_chars(part.data(), part.data() + part.size(), number);
     const auto [found, is_new] =
         digits ? std::pair(by_name_.end(), false) : by_name_.try_emplace(part, static_cast<uint32_t>(symbols_.size()));

@@ -58,7 +58,7 @@ std::optional<Dim> Quotient(std::span<const Dim> dims, std::span<const Dim> by);
 // The symbols of one Dimensions object.
 class Symbols {
  public:
-  // Return the dimension with an exporter's name: `a`, or a sum such as `a + b` or `a + 1`; nullopt for an empty name.
+  // Return the dimension with an exporter's name: `a`, `16`, or a sum such as `a + b`; nullopt for an empty name.
   std::optional<Dim> Named(const std::string& name);
   // Return the unknown dimension of an axis of a value, always the same one for the same axis.
   Dim Unknown(const ValueInfo* value, size_t axis);

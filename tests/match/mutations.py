@@ -30,7 +30,7 @@ def sources() -> tuple[bytes, ...]:
     built += test_attention_by_heads.NOT_ATTENTION.values()
     models = []
     for form in built:
-        graph = Graph(opset=23 if form in (forms.onnx_attention, forms.onnx_attention_of_heads) else 17)
+        graph = Graph()
         models.append(graph.model(form(graph)))
     models += [cached_graphs.model(form) for form in (*cached_graphs.FORMS, cached_graphs.capped)]
     models += [Form(packed=packed, rotary=rotary).model() for packed in (True, False) for rotary in (None, "half")]

@@ -253,6 +253,7 @@ FORMS = {
     "Attention": onnx_attention,
     "Attention of heads": onnx_attention_of_heads,
     "Attention with softcap": capped,
+    "Attention with zeros for rows without keys": zeros_for_rows_without_keys(operator={"scale": 0.3}),
     "capped": capped_by_tanh(),
     "sinks": with_sinks(),
 }

@@ -102,10 +102,13 @@ def plain(graph: Graph, mask: bool = True) -> tuple[str, str]:
     return graph.op("Softmax", scores, axis=-1), graph.heads(v)
 
 
-def zeros_for_rows_without_keys(counted: str = "mask", limit: float = 1.0) -> Callable[[Graph], str]:
+def zeros_for_rows_without_keys(
+    counted: str = "mask", limit: float = 1.0, operator: dict[str, Any] | None = None
+) -> Callable[[Graph], str]:
     """scaled_dot_product_attention as transformers 5 exports it, with zeros for rows without keys.
 
-    counted: "mask" counts the visible keys of a row; another value counts the masked keys.
+    counted: "mask" counts the visible keys of a row; another value counts the masked keys. operator: attributes
+    of ONNX's Attention, which is then used.
     """
 
     def build(graph: Graph) -> str:
@@ -114,14 +117,19 @@ def zeros_for_rows_without_keys(counted: str = "mask", limit: float = 1.0) -> Ca
         shape = graph.op("Concat", graph.op("Shape", "x", start=0, end=1), np.array([1]), rows, rows, axis=0)
         visible = graph.op("Expand", graph.op("Not", graph.hidden()), shape)
         mask = graph.op("Mul", graph.op("Cast", graph.op("Not", visible), to=FLOAT), graph.number(LOWEST))
-        key = graph.transpose(k, 0, 1, 3, 2)
-        root = graph.number(D**-0.25)
-        scores = graph.op("MatMul", graph.op("Mul", q, root), graph.op("Mul", key, root))
-        weights = graph.op("Softmax", graph.op("Add", scores, mask), axis=-1)
+        if operator is not None:
+            graph.opset = 23
+            product = graph.op("Attention", q, k, v, mask, **operator)
+        else:
+            root = graph.number(D**-0.25)
+            key = graph.op("Mul", graph.transpose(k, 0, 1, 3, 2), root)
+            scores = graph.op("MatMul", graph.op("Mul", q, root), key)
+            weights = graph.op("Softmax", graph.op("Add", scores, mask), axis=-1)
+            product = graph.op("MatMul", weights, v)
         judge = visible if counted == "mask" else graph.op("Expand", graph.hidden(), shape)
         count = graph.op("ReduceSum", graph.op("Cast", judge, to=FLOAT), np.array([-1]), keepdims=1)
         nothing = graph.op("Less", count, graph.number(limit))
-        return graph.merge(graph.op("Where", nothing, graph.number(0), graph.op("MatMul", weights, v)))
+        return graph.merge(graph.op("Where", nothing, graph.number(0), product))
 
     return build
 

@@ -197,6 +197,18 @@ def with_sinks(graph: CachedGraph) -> str:
     return graph.merge(graph.op("MatMul", weights, value))
 
 
+def attention_operator(graph: CachedGraph) -> str:
+    """torch's exporter: ONNX's Attention, then zeros for rows without visible keys."""
+    graph.opset = 23
+    q, k, v = (graph.heads(graph.linear(name)) for name in ("query", "ke", "value"))
+    key, value = graph.appended("key", k), graph.appended("value", v)
+    visible = graph.visible()
+    mask = graph.op("Mul", graph.op("Cast", graph.op("Not", visible), to=FLOAT), graph.number(LOWEST))
+    count = graph.op("ReduceSum", graph.op("Cast", visible, to=FLOAT), np.array([-1], np.int64), keepdims=1)
+    product = graph.op("Attention", graph.op("Sin", q), key, value, mask, scale=0.3)
+    return graph.merge(graph.op("Where", graph.op("Less", count, graph.number(1)), graph.number(0), product))
+
+
 FORMS: list[Callable[[CachedGraph], str]] = [
     joined_layer,
     constant_masks,
@@ -206,6 +218,7 @@ FORMS: list[Callable[[CachedGraph], str]] = [
     scaled_behind_the_mask,
     capped,
     with_sinks,
+    attention_operator,
 ]
 
 

@@ -44,6 +44,16 @@ def rotated(graph: Graph) -> str:
     return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
 
 
+def rotated_for_attention(graph: Graph) -> str:
+    """torch's exporter: ONNX's Attention of rotated queries and keys, which are shared by two query heads each."""
+    graph.opset = 23
+    q = graph.op("Sin", graph.heads(graph.linear("q")))
+    k, v = (
+        graph.transpose(graph.reshape(graph.linear(name, width=2 * D), 0, 0, 2, D), 0, 2, 1, 3) for name in ("kk", "vv")
+    )
+    return graph.merge(graph.op("Attention", q, graph.op("Cos", k), v, scale=0.3))
+
+
 def columns(graph: Graph) -> str:
     """Compute query, key and value as [batch, width, rows], as from convolutions."""
     q, k, v = (graph.reshape(graph.transpose(graph.linear(name), 0, 2, 1), 0, H, D, -1) for name in ("q", "kk", "vvv"))
@@ -113,6 +123,9 @@ BY_HEADS = {
     "scaled mask": scaled_mask,
     "zeros for other rows": zeros_for_rows_without_keys(counted="another"),
     "zeros for rows with few keys": zeros_for_rows_without_keys(limit=2.0),
+    "Attention of rotated heads": rotated_for_attention,
+    "Attention with zeros for other rows": zeros_for_rows_without_keys(counted="another", operator={}),
+    "Attention, causal, with zeros": zeros_for_rows_without_keys(operator={"is_causal": 1}),
     "columns": columns,
     "sequences last": sequences_last,
     "windows": windows,
@@ -130,7 +143,7 @@ def test_what_is_not_followed_to_its_layers_is_read_by_heads(form: str) -> None:
     fused = report.model
     assert fused is not None
     onnx.checker.check_model(fused, full_check=True)
-    assert op_types(fused).count("NoMADAttention") == 1 and "Softmax" not in op_types(fused)
+    assert op_types(fused).count("NoMADAttention") == 1 and not {"Softmax", "Attention"} & {*op_types(fused)}
     for rows in (9,) if form in ("sequences last", "windows") else (1, S, 70):
         given = feeds(model, rows)
         expected = run(model, given)

@@ -100,11 +100,11 @@ def check(model: onnx.ModelProto, *others: str) -> None:
                 np.testing.assert_allclose(one, expected, atol=1e-5)
 
 
-def transformers_5(numbers: bool) -> onnx.ModelProto:
+def transformers_5(numbers: bool, operator: bool = False) -> onnx.ModelProto:
     """Return a decoder as transformers 5 exports it.
 
     Heads are repeated with computed lengths, keys are transposed as 3-D tensors, and rows without keys become zero.
-    numbers: the cache has fixed instead of symbolic dimensions.
+    numbers: the cache has fixed instead of symbolic dimensions. operator: ONNX's Attention (opset 23).
     """
     nodes: list[onnx.NodeProto] = []
     weights: dict[str, np.ndarray] = {}
@@ -148,13 +148,16 @@ def transformers_5(numbers: bool) -> onnx.ModelProto:
 
     op("Concat", "past_key", heads("k", KV), output="present_key", axis=-2)
     op("Concat", "past_value", heads("v", KV), output="present_value", axis=-2)
-    key = repeated("present_key")
-    flat = op("Reshape", key, op("Concat", whole(-1), size(key, 2), size(key, 3), axis=0))
-    back = op("Concat", op("Shape", key, start=0, end=2), size(key, 3), size(key, 2), axis=0)
-    key = op("Reshape", op("Transpose", flat, perm=[0, 2, 1]), back)
-    root = np.array(D**-0.25, np.float32)
-    scores = op("MatMul", op("Mul", heads("q", H), root), op("Mul", key, root))
-    products = op("MatMul", op("Softmax", op("Add", scores, mask), axis=-1), repeated("present_value"))
+    key, value = repeated("present_key"), repeated("present_value")
+    if operator:
+        products = op("Attention", heads("q", H), key, value, mask)
+    else:
+        flat = op("Reshape", key, op("Concat", whole(-1), size(key, 2), size(key, 3), axis=0))
+        back = op("Concat", op("Shape", key, start=0, end=2), size(key, 3), size(key, 2), axis=0)
+        key = op("Reshape", op("Transpose", flat, perm=[0, 2, 1]), back)
+        root = np.array(D**-0.25, np.float32)
+        scores = op("MatMul", op("Mul", heads("q", H), root), op("Mul", key, root))
+        products = op("MatMul", op("Softmax", op("Add", scores, mask), axis=-1), value)
     shown = op("Where", op("Less", count, np.array(1, np.float32)), np.array(0, np.float32), products)
     op("Reshape", op("Transpose", shown, perm=[0, 2, 1, 3]), whole(0, 0, H * D), output="y")
     cache = ["b", KV, "p", D] if numbers else ["b", str(KV), "p", str(D)]
@@ -162,7 +165,7 @@ def transformers_5(numbers: bool) -> onnx.ModelProto:
     inputs |= {"past_key": cache, "past_value": cache}
     outputs = {"y": ["b", "s", H * D]} | {f"present_{name}": ["b", KV, "t", D] for name in ("key", "value")}
     as_floats = [{name: (FLOAT, shape) for name, shape in side.items()} for side in (inputs, outputs)]
-    return make_model(nodes, *as_floats, weights, 20, 10)
+    return make_model(nodes, *as_floats, weights, 23 if operator else 20, 10)
 
 
 MHA = ["q", "k", "v", "", "", "", "past_key", "past_value"]
@@ -221,9 +224,11 @@ OF_THE_MASK = [
 ]
 
 
+@pytest.mark.parametrize("operator", [False, True])
 @pytest.mark.parametrize("numbers", [False, True])
-def test_taken_apart_by_transformers_5(numbers: bool) -> None:
-    check(transformers_5(numbers), *OF_THE_MASK)
+def test_exports_of_transformers_5(numbers: bool, operator: bool) -> None:
+    heads = ["Reshape", "Transpose"] * 3 if operator else []  # the cached operator takes split heads as they are
+    check(transformers_5(numbers, operator), *OF_THE_MASK, *heads)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,12 @@ def test_names_that_are_sums(text: str, parts: list[str | int]) -> None:
     assert isinstance((dims.shape(y) or ())[0], Sum)
 
 
+@pytest.mark.parametrize(("name", "size"), [("16", 16), *((name, name) for name in ("0", "016", "-16", "9" * 19))])
+def test_names_that_are_numbers(name: str, size: int | str) -> None:
+    x = ir.val("x", ir.DataType.FLOAT, [name])
+    assert Dimensions(ir.Graph([x], [x], nodes=[], opset_imports={"": 17})).shape(x) == (size,)
+
+
 @pytest.mark.parametrize(
     ("op", "more", "attributes"),
     [

@@ -76,6 +76,7 @@ def test_rows_that_see_nothing_stay_what_they_were() -> None:
         "filled",
         "zeros for NaN",
         "zeros for rows without keys",
+        "Attention with zeros for rows without keys",
         "position bias and mask",
         "filled and biased",
     ):

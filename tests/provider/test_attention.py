@@ -40,10 +40,10 @@ from .sessions import ORT_VERSION, claimed, needs_provider, plain_session, provi
 pytestmark = needs_provider
 
 Build = Callable[[Graph], str]
-# Forms to leave out: quantize_dynamic turns ONNX's Attention into an operator that ONNX Runtime lacks, and the causal
-# mask is computed from the sizes of the queries and keys of the attention itself.
-OTHERS = ("Attention", "Attention of heads", "Attention with softcap", "causal")
-TAKEN = {name: form for name, form in FORMS.items() if name not in OTHERS}
+# quantize_dynamic turns ONNX's Attention into an operator that ONNX Runtime lacks.
+OPERATORS = [name for name in FORMS | BY_HEADS if name.startswith("Attention")]
+# The causal mask is computed from the sizes of the queries and keys of the attention itself.
+TAKEN = {name: form for name, form in FORMS.items() if name not in (*OPERATORS, "causal")}
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def built(form: Build) -> onnx.ModelProto:
 
 
 def attentions(session: ort.InferenceSession) -> int:
-    return sum("Softmax" in name or "MultiHeadAttention" in name for name in claimed(session))
+    return sum("Softmax" in name or "Attention" in name for name in claimed(session))
 
 
 def layers(session: ort.InferenceSession) -> int:
@@ -91,7 +91,7 @@ def check(model: onnx.ModelProto, *given: dict[str, np.ndarray], threads: int = 
     session, expected = provider_session(model, threads), optimized(model)
     count = op_types(expected).count("NoMADAttention")
     assert count > 0 and attentions(session) == count
-    assert sum(op_type in ("Softmax", "MultiHeadAttention") for op_type in op_types(model)) == count
+    assert sum(op_type in ("Softmax", "MultiHeadAttention", "Attention") for op_type in op_types(model)) == count
     for one in given:
         for y, wanted in zip(session.run(None, one), run(expected, one, library=True), strict=True):
             assert_same_bits(y, wanted)
@@ -131,6 +131,12 @@ def test_every_form_in_int8(form: str, int8: Any) -> None:
 def test_forms_in_four_bits(form: str) -> None:
     model = four_bits(built(TAKEN[form]))
     assert "MatMulNBits" in op_types(model)
+    check(model, *(feeds(model, rows) for rows in (1, S, 70)))
+
+
+@pytest.mark.parametrize("form", OPERATORS)
+def test_operators_of_onnx(form: str) -> None:
+    model = four_bits(built((FORMS | BY_HEADS)[form]))
     check(model, *(feeds(model, rows) for rows in (1, S, 70)))
 
 
@@ -470,7 +476,7 @@ def cross(graph: Graph) -> str:
     return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
 
 
-APART: dict[str, Build] = BY_HEADS | {
+APART: dict[str, Build] = {name: form for name, form in BY_HEADS.items() if name not in OPERATORS} | {
     "query shown": shown_query,
     "query used": query_that_others_use,
     "keys are values": keys_are_values,
