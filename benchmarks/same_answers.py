@@ -1,7 +1,7 @@
 """Check that the answer to each request does not depend on other requests, on a real model.
 
 python -m ortolan.benchmarks.same_answers FOLDER [--requests 2000] [--threads 2] [--seed 0]
-    [--cache-type bfloat16 | int8]
+    [--cache-type bfloat16 | int8] [--draft-model FOLDER]
 
 FOLDER has a decoder in the form for serving. Requests with random prompts (some share a prefix), options, seeds and
 priorities arrive at random times from several threads, some are cancelled, and the pools are so small that sequences
@@ -19,11 +19,11 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 import numpy as np
 
-from ..engine import Engine, Request, SamplingOptions, TokenLogprobs
+from ..engine import DraftModel, Engine, Request, SamplingOptions, TokenLogprobs
 from ..engine.model import CacheType, PagedModel
 from ..engine.step import BLOCK_TOKENS
 
@@ -120,13 +120,21 @@ def run(engine: Engine, request: Request, cancel_after: int | None = None) -> li
 
 
 def check(
-    folder: str | os.PathLike[str], count: int, threads: int, seed: int, cache_type: CacheType = "bfloat16"
+    folder: str | os.PathLike[str],
+    count: int,
+    threads: int,
+    seed: int,
+    cache_type: CacheType = "bfloat16",
+    draft_folder: str | os.PathLike[str] | None = None,
 ) -> Result:
     """Compare `count` requests that run together with the same requests alone."""
     blocks = -(-_POOL // BLOCK_TOKENS)
     model = PagedModel.open(folder, threads=threads, blocks=blocks, cache_type=cache_type)
     requests = make_requests(count, model.vocabulary, seed)
-    with Engine(model, max_step_tokens=128, max_sequences=32) as engine:
+    source: DraftModel | Literal["lookup"] = "lookup"
+    if draft_folder is not None:
+        source = DraftModel(PagedModel.open(draft_folder, threads=threads, blocks=blocks))
+    with Engine(model, max_step_tokens=128, max_sequences=32, speculation=source) as engine:
         answers, cancelled = together(engine, requests, seed)
         stats = engine.stats()
     different = []
@@ -154,9 +162,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=2, help="threads of ONNX Runtime")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cache-type", choices=get_args(CacheType), default="bfloat16", help="of keys and values")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--draft-model", help="a folder with a smaller decoder in the form for serving")
+    options = parser.parse_args(argv)
     began = time.monotonic()
-    result = check(arguments.folder, arguments.requests, arguments.threads, arguments.seed, arguments.cache_type)
+    sizes = options.requests, options.threads, options.seed
+    result = check(options.folder, *sizes, options.cache_type, options.draft_model)
     print(
         f"{result.compared} requests, {result.cancelled} of them cancelled; {result.preemptions} preemptions, "
         f"{result.shared_tokens} tokens from the prefix cache, {result.accepted_tokens} drafted; "

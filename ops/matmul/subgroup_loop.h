@@ -76,9 +76,9 @@ class SubgroupLoop {
       const int64_t end = spans - begin < kBufferSpans ? spans : begin + kBufferSpans;
       Expand(p.layer, stream, begin, end, buffer);
       int64_t i = 0;
-      for (; i + kBlock <= m; i += kBlock) Block<kBlock>(p, buffer, begin, end, i);
+      for (; i + kBlock <= m; i += kBlock) Block<kBlock>(p, buffer, stream.values, begin, end, i);
       WithRowCount<kBlock - 1>(m - i, [&]<int kRows>() {
-        if constexpr (kRows > 1) Block<kRows>(p, buffer, begin, end, i);
+        if constexpr (kRows > 1) Block<kRows>(p, buffer, stream.values, begin, end, i);
       });
     }
     if (m % kBlock == 1) LastRow(p);
@@ -143,9 +143,11 @@ class SubgroupLoop {
     }
   }
 
-  // Multiply spans begin … end-1, which are in the buffer, with rows i … i+kRows-1.
+  // Multiply spans begin … end-1, which are in the buffer, with rows i … i+kRows-1. The first two blocks of rows also
+  // prefetch the weights of the next spans, so that memory is not idle while a buffer is multiplied.
   template <int kRows>
-  __attribute__((noinline)) static void Block(const Panel& p, Buffer& buffer, int64_t begin, int64_t end, int64_t i) {
+  __attribute__((noinline)) static void Block(const Panel& p, Buffer& buffer, const uint8_t* next, int64_t begin,
+                                              int64_t end, int64_t i) {
     const Layer& layer = p.layer;
     const auto terms = p.template RowTermsOf<kRows>(i);
     const int8_t* x = p.X(i) + begin * kSpanInputs * kRows;
@@ -157,7 +159,8 @@ class SubgroupLoop {
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) sums[r] = Columns::LoadInt(*start);
       const Four* const group_end = four + SpansOfGroup(layer, span, end) * Layer::kSpanRows / kFourRows;
-      for (; four < group_end; ++four, x += kFourInputs * kRows) {
+      for (; four < group_end; ++four, x += kFourInputs * kRows, next += 2 * kLineBytes) {
+        if (i < 2 * kBlock) __builtin_prefetch(next + i / kBlock * kLineBytes);
         AddFour<kRows>(
             sums, x, [&](int row) { return Columns::LoadBytes(four->rows[row]); },
             [&] { return Columns::LoadInt(four->steps); });
@@ -188,7 +191,7 @@ class SubgroupLoop {
         AddFour<kRows>(
             sums, x,
             [&](int row) {
-              const auto weights = stream.NextCentered(first + row);
+              const auto weights = stream.template NextCentered<(kRows > 0)>(first + row);
               each_row(row, weights);
               return weights;
             },

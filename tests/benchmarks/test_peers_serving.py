@@ -6,7 +6,9 @@ import importlib.util
 import itertools
 import json
 import sys
+import zlib
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -41,6 +43,18 @@ def gguf(tmp_path_factory):
 def source(gguf):
     windows = [IDS[begin : begin + WINDOW] for begin in range(0, len(IDS) - 1, WINDOW - 1)]
     return serving.Source("tiny", gguf, windows)
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Return the worker script."""
+    monkeypatch.syspath_prepend(str(WORKERS))
+    names = ("decoder_engine", "decoders", "engine", "openvino_decoder", "serving")
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module("serving")
+    for name in names:
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture(params=[("ortolan", "bfloat16"), ("ortolan", "int8"), ("ortolan-decoder", None)])
@@ -81,6 +95,18 @@ def test_requests_start_when_they_come(runner):
     runner.give({**REQUESTS, "arrivals": arrivals})
     times = runner.serve()["times"]
     assert all(one[0] >= coming for one, coming in zip(times, arrivals, strict=True))
+
+
+@pytest.mark.parametrize("lookup", [False, True])
+def test_the_engine_looks_up_drafts_if_asked(script, gguf, tmp_path, lookup):
+    made = script.OrtolanEngine.make(gguf, tmp_path, 1, cache_type="bfloat16")
+    engine = script.OrtolanEngine(1, **made.opened)
+    prompt = (IDS[:6] * 4)[:20]  # repeats itself, so that there are drafts
+    (given,) = engine.prepare({"kind": "serve", "prompts": [prompt] * 2, "answer": 40, "lookup": lookup})
+    engine.forget()
+    assert [len(times) for times in engine.serve(given).times] == [40, 40]
+    assert (engine._engine.stats().drafted_tokens > 0) == lookup
+    engine._close()
 
 
 def test_requests_share_a_prefix_only_in_the_engine(runner):
@@ -173,16 +199,17 @@ class Fake:
         self.closed = True
 
 
-def measured(tmp_path, fakes, **job):
-    """Return the rows by name, and the reasons for missing works."""
+def measured(source, tmp_path, fakes, **job):
+    """Return the rows by name, and the reasons for missing works. The first word of a name is the row's engine."""
+    quality = {"perplexity": 20.0}
     rows = {
-        name: Row(SERVING, "tiny", name, "any", name.startswith("our"), "call()", {}, 1.0, quality={"perplexity": 20.0})
+        name: Row(SERVING, "tiny", name, name.split()[0], name.startswith("our"), "call()", {}, 1.0, quality=quality)
         for name in fakes
     }
     left_out = []
     serving.Serving(
         Job((1,), 0.0, {}, tmp_path, print, **job),
-        IDS,
+        source,
         {name: (None, row) for name, row in rows.items()},
         fakes,
         1,
@@ -192,9 +219,9 @@ def measured(tmp_path, fakes, **job):
     return rows, left_out
 
 
-def test_rows_get_speeds_and_measures(tmp_path):
+def test_rows_get_speeds_and_measures(source, tmp_path):
     fakes = {"ours": Fake(MIXED), "peer": Fake(APART, 0.02, arrivals=False, prefix=False)}
-    rows, left_out = measured(tmp_path, fakes, requests=(1, 4), arrivals=5)
+    rows, left_out = measured(source, tmp_path, fakes, requests=(1, 4), arrivals=5)
     assert left_out == [
         "peer, arrivals at 80%, 1 threads: not here",
         "peer, prefix of 1000, 1 threads: not here",
@@ -218,14 +245,14 @@ def test_rows_get_speeds_and_measures(tmp_path):
     assert ours.measure(serving.PREFIX_WORK, 1, serving.BLOCKS).value == pytest.approx(166 / (62 + 16 * 9))
 
 
-def test_a_slow_or_broken_configuration_is_skipped(tmp_path):
+def test_a_slow_or_broken_configuration_is_skipped(source, tmp_path):
     fakes = {
         "ours": Fake(MIXED),
         "our decoder": Fake(ONE_BY_ONE, 0.02),
         "our slow": Fake(MIXED, 0.02),
         "broken": Fake(APART, fails=True),
     }
-    rows, left_out = measured(tmp_path, fakes, requests=(1, 4), works=("1 request", "4 requests"))
+    rows, left_out = measured(source, tmp_path, fakes, requests=(1, 4), works=("1 request", "4 requests"))
     assert left_out == [
         "broken, 1 request, 1 threads: broken",
         "our decoder, 4 requests, 1 threads: skipped: at 1 request, whole, ours is at least 1.25 times as fast at "
@@ -237,8 +264,30 @@ def test_a_slow_or_broken_configuration_is_skipped(tmp_path):
     assert not rows["ours"].measure(serving.PREFIX_WORK, 1, serving.COLD)
 
 
-def test_the_result_is_kept_and_shown(tmp_path):
-    rows, _ = measured(tmp_path, {"ours": Fake(MIXED), "peer": Fake(APART, 0.02)}, requests=(4,), arrivals=0)
+def test_lookup_is_compared_in_turns(source, tmp_path):
+    fakes = {"ortolan": Fake(MIXED), "llama.cpp": Fake(APART), "openvino-genai": Fake(MIXED)}
+    works = [
+        f"{text}, {count}, {way}"
+        for text in ("edit", "story")
+        for count in ("1 request", "4 requests")
+        for way in ("plain", "lookup")
+    ]
+    rows, left_out = measured(source, tmp_path, fakes, requests=(1, 4, 64), works=works)
+    assert left_out == []
+    found = {name: [speed.work for speed in row.speeds if speed.work.endswith("whole")] for name, row in rows.items()}
+    assert found == {
+        "ortolan": [f"{work}, whole" for work in works],
+        "llama.cpp": [f"{work}, whole" for work in works if "4 requests, lookup" not in work],
+        "openvino-genai": [],
+    }
+    given = [(work["lookup"], work["temperature"]) for work in fakes["llama.cpp"].given]
+    assert (
+        given == [(False, 0), (True, 0)] * 2 + [(False, 0)] * 2 + [(False, 0.8), (True, 0.8)] * 2 + [(False, 0.8)] * 2
+    )
+
+
+def test_the_result_is_kept_and_shown(source, tmp_path):
+    rows, _ = measured(source, tmp_path, {"ours": Fake(MIXED), "peer": Fake(APART, 0.02)}, requests=(4,), arrivals=0)
     result = PeersResult(
         ["python …"], "2026-01-02", cpu="a CPU", versions={"onnxruntime": "1.0"}, rows=[*rows.values()]
     )
@@ -310,7 +359,7 @@ class FakePipeline:
 
 
 @pytest.fixture
-def openvino(monkeypatch):
+def openvino(monkeypatch, script):
     """Return the worker script with a fake of OpenVINO GenAI."""
     api = SimpleNamespace(
         SchedulerConfig=SimpleNamespace,
@@ -319,14 +368,7 @@ def openvino(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "openvino_genai", api)
     monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace(Tensor=lambda array: array))
-    monkeypatch.syspath_prepend(str(WORKERS))
-    names = ("decoder_engine", "decoders", "engine", "openvino_decoder", "serving")
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    script = importlib.import_module("serving")
-    yield script
-    for name in names:
-        sys.modules.pop(name, None)
+    return script
 
 
 def test_openvinos_steps_serve_requests_when_they_come(openvino, gguf):
@@ -348,3 +390,55 @@ def test_openvinos_steps_serve_requests_when_they_come(openvino, gguf):
     worker._engine._pipeline.has_non_finished_requests = lambda: False
     with pytest.raises(ValueError, match="3 requests ended before their answers were complete"):
         worker.serve()
+
+
+class FakeLlama:
+    """The part of llama_cpp that serves requests. The next token is a hash of all tokens before it."""
+
+    def __init__(self):
+        self.api = MagicMock(llama_decode=self.decode, llama_memory_seq_rm=self.forget)
+        self.api.llama_max_parallel_sequences.return_value = 8
+        self.api.llama_batch_init = lambda rows, *_: SimpleNamespace(
+            token=[0] * rows, pos=[0] * rows, logits=[0] * rows, n_seq_id=[0] * rows, seq_id=[[0] for _ in range(rows)]
+        )
+        self.api.llama_sampler_sample = lambda sampler, context, row: self.found[row]
+        self.cells, self.steps = {}, 0
+
+    def decode(self, context, batch):
+        self.found, self.steps = [], self.steps + 1
+        for row in range(batch.n_tokens):
+            cells = self.cells.setdefault(batch.seq_id[row][0], [])
+            assert batch.pos[row] == len(cells)
+            cells.append(batch.token[row])
+            self.found.append(self.next(cells))
+        return 0
+
+    def forget(self, memory, sequence, first, end):
+        del self.cells[sequence][first:]
+
+    @staticmethod
+    def next(tokens):
+        return zlib.crc32(bytes(token % 256 for token in tokens)) % 50
+
+    def draft(self, tokens):
+        """Return a draft with some right tokens, and more tokens than the answer needs."""
+        right = tokens.tolist()
+        for _ in range(len(tokens) % 4):
+            right.append(self.next(right))
+        return np.array([*right[len(tokens) :], *[99] * 20])
+
+
+def test_llama_cpps_lookup_keeps_the_right_tokens_of_drafts(script, monkeypatch):
+    fakes = {lookup: FakeLlama() for lookup in (False, True)}
+    for lookup, fake in fakes.items():
+        speculative = SimpleNamespace(LlamaPromptLookupDecoding=lambda num_pred_tokens, fake=fake: fake.draft)
+        monkeypatch.setitem(sys.modules, "llama_cpp", fake.api)
+        monkeypatch.setitem(sys.modules, "llama_cpp.llama_speculative", speculative)
+        engine = script.LlamaCppBatch(1, "model.gguf", "F16", unified=True)
+        (given,) = engine.prepare({"kind": "serve", "prompts": [IDS[:20]], "answer": 30, "lookup": lookup})
+        assert [len(times) for times in engine.serve(given).times] == [30]
+    plain, lookup = fakes.values()
+    assert lookup.cells == plain.cells and len(plain.cells[0]) == 20 + 29
+    assert plain.steps == 30 and lookup.steps < 20
+    with pytest.raises(ValueError, match="drafts of one sequence only"):
+        engine.prepare({**REQUESTS, "lookup": True})

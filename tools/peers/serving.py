@@ -3,6 +3,9 @@
 Requests have prompts of 100 to 400 tokens and greedy answers of 100 tokens; end tokens are ignored. They come all at
 once (`--requests`) or at random times (`--arrivals`), at 80 % of the requests per second that the configuration served
 at once. Requests with a shared prefix show what the cache of prefixes saves.
+
+Answers to "edit" repeat their prompt, answers to "story" do not (benchmarks/speculation.py); both are computed plainly
+and with prompt lookup. llama-cpp-python looks up drafts of one request only, and has no draft model.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from ortolan import import_gguf
+from ortolan.benchmarks.speculation import make_requests
 from ortolan.errors import OrtolanError
 from ortolan.models.gguf import read_gguf_tokenizer
 
@@ -37,6 +41,9 @@ PREFIX_TOKENS, TAIL_TOKENS, SHARING = 1000, 32, 16  # tokens of a shared prefix 
 LOAD = 0.8  # of the capacity, for requests that come at random times
 ARRIVALS_WORK, PREFIX_WORK = f"arrivals at {LOAD:.0%}", f"prefix of {PREFIX_TOKENS}"
 FIRST, BETWEEN, MEMORY, RATE = "to first token", "between tokens", "peak memory", "arrivals"
+LOOKUP_TEXTS = ("edit", "story")
+# The most requests at once for each engine that is compared there, without and with lookup.
+LOOKUP_REQUESTS = {"ortolan": (16, 16), "llama.cpp": (16, 1)}
 COLD, WARM, BLOCKS = "first token, cold", "first token, warm", "blocks / own blocks"
 PERCENTILES = (50, 99)
 _LEAST_ROUNDS = 2
@@ -73,7 +80,7 @@ def measure_model(job: Job, source: Source, result: PeersResult) -> None:
 
     def time_all(job: Job, found: Found, works: Sequence[Work], threads: int, leave_out: LeaveOut) -> None:
         opened = open_all(found, threads, works[0], leave_out)
-        Serving(job, source.ids, found, opened, threads, leave_out).measure()
+        Serving(job, source, found, opened, threads, leave_out).measure()
 
     configurations = list(configurations_for(job, source))
     others = {
@@ -169,6 +176,20 @@ def prefix_work(ids: Sequence[int], seed: int) -> dict[str, Any]:
     }
 
 
+def lookup_works(source: Source, text: str, count: int) -> dict[str, dict[str, Any]]:
+    """Return works that serve requests of a kind of text, without and with prompt lookup, by their names."""
+    encode = read_gguf_tokenizer(source.gguf).encode
+    requests = make_requests(text, count, ANSWER_TOKENS, lambda prompt: encode(prompt).ids)
+    work = {
+        "kind": "serve",
+        "prompts": [list(request.prompt) for request in requests],
+        "answer": ANSWER_TOKENS,
+        "temperature": requests[0].sampling.temperature,
+    }
+    ways = {"plain": False, "lookup": True}
+    return {f"{text}, {work_name(count)}, {way}": {**work, "lookup": lookup} for way, lookup in ways.items()}
+
+
 def work_name(count: int) -> str:
     """Return the name of the work that serves `count` requests at once."""
     return f"{count} request{'s' if count > 1 else ''}"
@@ -179,7 +200,7 @@ class Serving:
     """The measurements of a model with one number of threads."""
 
     job: Job
-    ids: Sequence[int]
+    source: Source
     found: Found
     opened: Mapping[str, Runner]
     threads: int
@@ -195,6 +216,9 @@ class Serving:
                 for name, rate in self.requests(count, before).items():
                     capacity[name] = max(rate, capacity.get(name, 0.0))
                 before = count
+        for text in LOOKUP_TEXTS:
+            for count in self.job.requests:
+                self.lookup(text, count)
         if self.job.arrivals and self.job.takes_work(ARRIVALS_WORK):
             for name, rate in capacity.items():
                 self.try_one(name, ARRIVALS_WORK, lambda name=name, rate=rate: self.arrivals(name, rate))
@@ -219,25 +243,45 @@ class Serving:
         before: A smaller number of requests. Configurations that serve one after the other are skipped if another one
             outruns them there, since they do not gain by more requests.
         """
-        work, name_of_work = requests_work(self.ids, count), work_name(count)
+        work = work_name(count)
         left = [
             name
             for name in self.opened
-            if before is None or self.try_one(name, name_of_work, lambda name=name: self.require_gain(name, before))
+            if before is None or self.try_one(name, work, lambda name=name: self.require_gain(name, before))
         ]
-        runs: dict[str, list[tuple[Run, Run]]] = {name: [] for name in left}
+        runs = self.in_turns([(name, work) for name in left], {work: requests_work(self.source.ids, count)})
+        return {name: max(count / run.seconds for run in found) for (name, _), found in runs.items()}
+
+    def lookup(self, text: str, count: int) -> None:
+        """Serve requests plainly and with prompt lookup, in rounds of both."""
+        works = lookup_works(self.source, text, count)
+        pairs = [
+            (name, work)
+            for name in self.opened
+            for work, given in works.items()
+            if self.job.takes_work(work)
+            and count <= LOOKUP_REQUESTS.get(self.row(name).engine, (0, 0))[given["lookup"]]
+        ]
+        self.in_turns(pairs, works)
+
+    def in_turns(
+        self, pairs: Sequence[tuple[str, str]], works: Mapping[str, Mapping[str, Any]]
+    ) -> dict[tuple[str, str], list[Run]]:
+        """Serve works in rounds of all pairs (configuration, work); note the speeds and return the runs."""
+        runs: dict[tuple[str, str], list[tuple[Run, Run]]] = {pair: [] for pair in pairs}
         end, rounds = perf_counter() + self.job.seconds, 0
-        while left and (rounds < _LEAST_ROUNDS or perf_counter() < end):
-            left = [
-                name
-                for name in left
-                if self.try_one(name, name_of_work, lambda name=name: runs[name].append(self.run_round(name, work)))
-            ]
+        while runs and (rounds < _LEAST_ROUNDS or perf_counter() < end):
+            for name, work in list(runs):
+
+                def run_one(name: str = name, work: str = work) -> None:
+                    runs[name, work].append(self.run_round(name, works[work]))
+
+                if not self.try_one(name, work, run_one):
+                    del runs[name, work]
             rounds += 1
-        found = {name: runs[name] for name in left}
-        for name, pairs in found.items():
-            self.note(self.row(name), name_of_work, pairs)
-        return {name: max(count / run.seconds for run, _ in pairs) for name, pairs in found.items()}
+        for (name, work), found in runs.items():
+            self.note(self.row(name), work, found)
+        return {pair: [run for run, _ in found] for pair, found in runs.items()}
 
     def require_gain(self, name: str, before: int) -> None:
         """Raise WorkerError if a configuration serves one after the other and is outrun with `before` requests."""
@@ -295,7 +339,7 @@ class Serving:
     def arrivals(self, name: str, capacity: float) -> None:
         """Serve requests that come at random times. This is one run, without turns."""
         rate = LOAD * capacity
-        run = self.serve(name, arrivals_work(self.ids, self.job.arrivals, rate))
+        run = self.serve(name, arrivals_work(self.source.ids, self.job.arrivals, rate))
         self.add(self.row(name), ARRIVALS_WORK, RATE, "requests/s", rate)
         self.note_latencies(self.row(name), ARRIVALS_WORK, [run])
 
@@ -303,7 +347,7 @@ class Serving:
         """Serve requests that share a prefix, in several rounds with prefixes of their own."""
         replies = []
         for seed in range(_LEAST_ROUNDS):
-            self.opened[name].give(work := prefix_work(self.ids, seed))
+            self.opened[name].give(work := prefix_work(self.source.ids, seed))
             replies.append(self.opened[name].serve())
         for key, what in (("cold", COLD), ("warm", WARM)):
             seconds = statistics.median(reply[key] for reply in replies)

@@ -7,7 +7,8 @@ Work is a dict, of a kind of decoder_engine.py (only "score" is used) or one of 
     {"kind": "serve", "prompts": [[…], …], "answer": 100, "arrivals": [0.0, …]}
         "arrivals" are the seconds from the start at which requests come; without them, all come at the start. The
         action "serve" replies with "times", [requests][answer]: the second of each token, and with "peak_megabytes" of
-        the process during the run
+        the process during the run. Only "ortolan" and "llama.cpp" take two more keys: "temperature", by default 0, and
+        "lookup", whether tokens that followed equal ones are drafts (by default what the engine does by default)
     {"kind": "prefix", "prefix": […], "tails": [[…], …], "answer": 100}
         the action "serve" runs the prefix with the first tail on an empty cache, then with the second one, then with
         all tails at once. It replies with "cold" and "warm", the seconds to the first token, and, if they are known,
@@ -52,12 +53,16 @@ class Serve:
     Attributes:
         arrivals: The seconds at which they come; [] if all come at the start.
         counts_blocks: Whether to count the used blocks at each token, which takes time.
+        temperature: Of the answers; 0 takes the likeliest tokens.
+        lookup: Whether prompt lookup drafts tokens; None for the engine's default.
     """
 
     prompts: Sequence[Sequence[int]]
     answer: int
     arrivals: Sequence[float] = ()
     counts_blocks: bool = False
+    temperature: float = 0.0
+    lookup: bool | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -105,7 +110,7 @@ class ServingEngine(DecoderEngine):
     def prepare(self, work: Mapping[str, Any]) -> list[Any]:
         """Return the work, with a cache that is large enough."""
         if work["kind"] == "serve":
-            given = Serve(work["prompts"], work["answer"], work.get("arrivals", ()))
+            given = Serve(**{name: value for name, value in work.items() if name != "kind"})
             self.take_requests(given)
             return [given]
         if work["kind"] == "prefix":
@@ -238,6 +243,7 @@ class OrtolanEngine(ServingEngine):
         """Make pools for all requests, or for 64 sequences if requests come one after the other."""
         lengths = sorted(given.lengths)
         self._make_pools(lengths[-64:] if given.arrivals else lengths)
+        self._options = {} if given.lookup is None else {"speculation": "lookup" if given.lookup else None}
 
     def share_prefix(self, given: Prefix) -> None:
         """Make pools for all requests."""
@@ -246,7 +252,7 @@ class OrtolanEngine(ServingEngine):
     def forget(self) -> None:
         """Make a new engine, with an empty prefix cache, and run a request, which is not timed."""
         self._close()
-        self._engine = self._engines.Engine(self._model)
+        self._engine = self._engines.Engine(self._model, **self._options)
         for _ in self._engine.submit(self._request([1], 2)):
             pass
 
@@ -266,7 +272,7 @@ class OrtolanEngine(ServingEngine):
         for index, (prompt, coming) in enumerate(zip(given.prompts, given.coming(), strict=True)):
             if given.arrivals:
                 time.sleep(max(0.0, coming - (time.perf_counter() - began)))
-            stream = self._engine.submit(self._request(prompt, given.answer))
+            stream = self._engine.submit(self._request(prompt, given.answer, given.temperature, seed=index))
             stream.on_output(lambda output, index=index: note(index, output))
             streams.append(stream)
         while not all(stream.finished for stream in streams):
@@ -275,9 +281,9 @@ class OrtolanEngine(ServingEngine):
             raise ValueError(failed[0])
         return Served(times, max(blocks))
 
-    def _request(self, prompt: Sequence[int], tokens: int) -> Any:
-        greedy = self._engines.SamplingOptions(temperature=0)
-        return self._engines.Request(tuple(prompt), tokens, greedy)
+    def _request(self, prompt: Sequence[int], tokens: int, temperature: float = 0.0, seed: int = 0) -> Any:
+        options = self._engines.SamplingOptions(temperature=temperature, seed=seed)
+        return self._engines.Request(tuple(prompt), tokens, options)
 
     def _close(self) -> None:
         if self._engine is not None:
@@ -289,6 +295,8 @@ class LlamaCppBatch(ServingEngine, LlamaCpp):
     """llama.cpp with all sequences in one batch (llama-cpp-python). The model is a GGUF file."""
 
     order = "apart"
+    # Tokens of a draft: llama-cpp-python's advice for CPUs. On Zen 3, 4 are as fast for edits, 10 slower for all texts.
+    _DRAFTED = 2
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
@@ -301,16 +309,30 @@ class LlamaCppBatch(ServingEngine, LlamaCpp):
     def __init__(self, threads: int, model: str, cache: str, unified: bool) -> None:
         super().__init__(threads, model, cache)
         self._unified = unified
+        self._sampler: Any = None
 
     def take_requests(self, given: Serve) -> None:
         """Make a cache for all requests."""
         if given.arrivals:
             raise ValueError("llama-cpp-python has no scheduler for requests that come at any time: only batches")
         count, lengths = len(given.prompts), given.lengths
+        if given.lookup and count > 1:
+            raise ValueError("llama-cpp-python looks up drafts of one sequence only")
         most = self._api.llama_max_parallel_sequences()
         if count > most:
             raise ValueError(f"{count} sequences, expected at most {most}")
         self._make_context(sum(lengths) if self._unified else count * max(lengths), count, self._unified)
+        self._make_sampler(given.temperature)
+
+    def _make_sampler(self, temperature: float) -> None:
+        api = self._api
+        if self._sampler:
+            api.llama_sampler_free(self._sampler)
+        self._sampler = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
+        if temperature:
+            api.llama_sampler_chain_add(self._sampler, api.llama_sampler_init_temp(temperature))
+        last = api.llama_sampler_init_dist(0) if temperature else api.llama_sampler_init_greedy()
+        api.llama_sampler_chain_add(self._sampler, last)
 
     def share_prefix(self, given: Prefix) -> None:
         """Refuse: callers copy the cache of one sequence to another by hand."""
@@ -333,12 +355,29 @@ class LlamaCppBatch(ServingEngine, LlamaCpp):
         try:
             for begin in range(0, len(prompts), self._BATCH):
                 self._run_batch(batch, prompts[begin : begin + self._BATCH], times, last, began)
-            for step in range(given.answer - 1):
+            if given.lookup:
+                self._look_up(batch, given, [*given.prompts[0], last[0]], times[0], began)
+            for step in range(0 if given.lookup else given.answer - 1):
                 rows = [(last[one], len(prompt) + step, one, True) for one, prompt in enumerate(given.prompts)]
                 self._run_batch(batch, rows, times, last, began)
         finally:
             self._api.llama_batch_free(batch)
         return Served(times)
+
+    def _look_up(self, batch: Any, given: Serve, tokens: list[int], times: list[float], began: float) -> None:
+        """Complete an answer by steps that verify drafts of llama-cpp-python's prompt lookup."""
+        speculative = importlib.import_module("llama_cpp.llama_speculative")
+        draft_of = speculative.LlamaPromptLookupDecoding(num_pred_tokens=self._DRAFTED)
+        while (left := given.answer - len(times)) > 0:
+            draft = draft_of(np.array(tokens, np.intc))[: left - 1].tolist()
+            rows = [(token, len(tokens) - 1 + row, 0, True) for row, token in enumerate([tokens[-1], *draft])]
+            self._run_rows(batch, rows)
+            for row, drafted in enumerate([*draft, None]):
+                tokens.append(self._api.llama_sampler_sample(self._sampler, self._context, row))
+                times.append(time.perf_counter() - began)
+                if tokens[-1] != drafted:
+                    break
+            self.rewind(len(tokens) - 1)
 
     def _run_batch(
         self,
@@ -348,20 +387,23 @@ class LlamaCppBatch(ServingEngine, LlamaCpp):
         last: list[int],
         began: float,
     ) -> None:
-        """Run rows (token, position, sequence, whether its logits are wanted); note the likeliest next tokens."""
+        """Run rows; note the next token of each sequence whose logits are wanted."""
+        self._run_rows(batch, rows)
+        for index, (_, _, sequence, wanted) in enumerate(rows):
+            if wanted:
+                last[sequence] = self._api.llama_sampler_sample(self._sampler, self._context, index)
+        now = time.perf_counter() - began
+        for _, _, sequence, wanted in rows:
+            if wanted:
+                times[sequence].append(now)
+
+    def _run_rows(self, batch: Any, rows: Sequence[tuple[int, int, int, bool]]) -> None:
+        """Run rows (token, position, sequence, whether its logits are wanted)."""
         batch.n_tokens = len(rows)
         for index, (token, position, sequence, wanted) in enumerate(rows):
             batch.token[index], batch.pos[index], batch.logits[index] = token, position, wanted
             batch.n_seq_id[index], batch.seq_id[index][0] = 1, sequence
         self._decode(batch)
-        for index, (_, _, sequence, wanted) in enumerate(rows):
-            if wanted:
-                pointer = self._api.llama_get_logits_ith(self._context, index)
-                last[sequence] = int(np.ctypeslib.as_array(pointer, (self._vocabulary,)).argmax())
-        now = time.perf_counter() - began
-        for _, _, sequence, wanted in rows:
-            if wanted:
-                times[sequence].append(now)
 
 
 class OpenVinoServing(ServingEngine, OpenVinoGenAi):

@@ -54,14 +54,15 @@ struct SubgroupRows : ByteProducts<Simd, false> {
           return Simd::SubtractBytes(product, bias);
         });
       }
-      const Bytes q = NextStored(row);
+      const Bytes q = NextStored<true>(row);
       return Columns::template Of<Bytes>(
           [&](int i) { return Simd::SubtractBytes(Simd::MultiplyBytes(q.at[i], steps_.at[i]), offsets_.at[i]); });
     }
     // Return q - z of the next row, for subgroup_loop.h.
+    template <bool kPrefetch>
     Bytes NextCentered(int row) {
       if (row % 4 == 0) LoadScales(row);
-      const Bytes q = NextStored(row);
+      const Bytes q = NextStored<kPrefetch>(row);
       return Columns::template Of<Bytes>([&](int i) { return Simd::SubtractBytes(q.at[i], zeros_.at[i]); });
     }
     // Return s of that row as 16-bit words.
@@ -80,9 +81,10 @@ struct SubgroupRows : ByteProducts<Simd, false> {
 
    private:
     // Return q of the next row.
+    template <bool kPrefetch>
     __attribute__((always_inline)) Bytes NextStored(int row) {
       if (row % 2 == 0) {
-        __builtin_prefetch(values + ahead_);
+        if constexpr (kPrefetch) __builtin_prefetch(values + ahead_);
         bytes_ = Columns::LoadBytes(values);
         values += kLineBytes;
       }
