@@ -16,7 +16,7 @@
 
 #include <cstdint>
 
-#include "matmul/weights/group.h"
+#include "matmul/weights/few_bits.h"
 
 namespace ortolan {
 namespace {
@@ -56,15 +56,11 @@ struct KQuantRows {
 template <typename Simd, int kBits>
 class KQuantStream {
   using Columns = simd::Columns<Simd>;
-  using Bytes = typename Columns::Bytes;
   using Ints = typename Columns::Ints;
-  static constexpr int kHighBits = kBits - 4;
-  static constexpr int kRowsOfHighBits = kHighBits > 0 ? 8 / kHighBits : 1;
 
  public:
   KQuantStream(const GroupWeight& w, int64_t panel, const PrefetchDistances& ahead)
-      : values_(w.view.weights + panel * kInt4Bitmap.Tiles(w.k) * kInt4Bitmap.TileEntries()),
-        high_(w.view.subgroups.high_bits + panel * PanelHighBytes(w.k, kBits)),
+      : rows_(w, panel, ahead.int4),
         scales_(OfPanel(w, w.view.subgroups.scales, panel)),
         minimums_(OfPanel(w, w.view.subgroups.minimums, panel)),
         // The second step of a span has its own subgroup, or continues the subgroup of the first.
@@ -75,34 +71,10 @@ class KQuantStream {
   // Call row(index, q) for the rows 0 … 7 of the next span, q as bytes, and step(index) after each four.
   template <typename Row, typename Step>
   __attribute__((always_inline)) void Span(const Row& row, const Step& step) {
-    Bytes bytes, high;
     if (scales_ != nullptr) __builtin_prefetch(scales_ + ahead_ / 8);
 #pragma GCC unroll 8
     for (int r = 0; r < kStepsOfSpan * kStepRows; ++r) {
-      if (r % 2 == 0) {
-        __builtin_prefetch(values_ + ahead_);
-        bytes = Columns::LoadBytes(values_);
-        values_ += kLineBytes;
-      }
-      if constexpr (kHighBits > 0) {
-        if (r % kRowsOfHighBits == 0) {
-          __builtin_prefetch(high_ + ahead_ * kHighBits / 4);
-          high = Columns::LoadBytes(high_);
-          high_ += kLineBytes;
-        }
-      }
-      row(r, Columns::template Of<Bytes>([&](int i) {
-            auto q = r % 2 == 0 ? Simd::LowNibbles(bytes.at[i]) : Simd::HighNibbles(bytes.at[i]);
-            if constexpr (kHighBits > 0) {
-              const auto mask = Simd::SetBytes(kBits == 5 ? 0x10 : 0x30);
-              q = Simd::OrInt(q, Simd::AndBytes(Simd::template ShiftRightInt<4 - kHighBits>(high.at[i]), mask));
-            }
-            return q;
-          }));
-      if constexpr (kHighBits > 0) {
-        // Bits that enter a byte from its neighbour never reach the bits that are read.
-        high = Columns::template Of<Bytes>([&](int i) { return Simd::template ShiftLeftInt<kHighBits>(high.at[i]); });
-      }
+      row(r, rows_.template NextStored<true>(r));
       if (r % kStepRows == kStepRows - 1) step(r / kStepRows);
     }
     if (scales_ != nullptr) scales_ += span_bytes_;
@@ -139,8 +111,7 @@ class KQuantStream {
     return rows == nullptr ? nullptr : rows + panel * w.view.subgroups.Rows(w.k) * kPanelColumns;
   }
 
-  const uint8_t* values_;
-  const uint8_t* high_;
+  FewBitsStream<Simd, kBits> rows_;
   const uint8_t* scales_;
   const uint8_t* minimums_;
   int64_t step_bytes_;
@@ -167,7 +138,7 @@ class KQuantLoop {
         const MatMulArgs part = RowsOf(args, row, kMostRows, KQuantRows<Simd>::PackedRowBytes(w));
         for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
           const Panel p(shape, part, panel);
-          KQuantStream<Simd, kBits> stream(w, panel, ActiveTuning().ahead);
+          const KQuantStream<Simd, kBits> stream(w, panel, ActiveTuning().ahead);
           if (part.m > kFewRows) {
             Rows<kBits>(p, stream);
           } else {
@@ -261,7 +232,7 @@ class KQuantLoop {
 
   // Multiply few rows of x, all in one block: each row of weights is used from registers.
   template <int kBits, int kRows>
-  __attribute__((noinline)) static void FewRows(const Panel& p, KQuantStream<Simd, kBits>& stream) {
+  __attribute__((noinline)) static void FewRows(const Panel& p, KQuantStream<Simd, kBits> stream) {
     const Shape& shape = p.shape;
     const Block block = p.BlockAt(0, kRows);
     const int8_t* x = block.x;
@@ -330,7 +301,8 @@ class KQuantLoop {
   };
 
   template <int kBits>
-  static void Expand(const Shape& shape, KQuantStream<Simd, kBits>& stream, int64_t spans, Window& window) {
+  __attribute__((always_inline)) static void Expand(const Shape& shape, KQuantStream<Simd, kBits>& stream,
+                                                    int64_t spans, Window& window) {
     for (int64_t span = 0; span < spans; ++span) {
       if (shape.minimums) Columns::StoreInt(window.minimums[span], stream.Minimums());
       stream.Span(
@@ -340,7 +312,7 @@ class KQuantLoop {
   }
 
   template <int kBits>
-  static void Rows(const Panel& p, KQuantStream<Simd, kBits>& stream) {
+  static void Rows(const Panel& p, KQuantStream<Simd, kBits> stream) {
     Window window;
     alignas(64) float totals[kMostRows][kPanelColumns];
     for (int64_t i = 0; i < p.args.m; ++i) Columns::Store(totals[i], Columns::Set(0.0f));

@@ -2,7 +2,7 @@
 // local to each.
 #pragma once
 
-#include "matmul/weights/group.h"
+#include "matmul/weights/few_bits.h"
 #include "matmul/weights/int4.h"
 
 namespace ortolan {
@@ -26,15 +26,13 @@ struct SubgroupRows : ByteProducts<Simd, false> {
   static int64_t OneRowAhead(const PrefetchDistances& ahead) { return ahead.int4; }
 
   // Rows as v (formats/subgroup.h), plus the bias that the target's products need.
-  class Stream {
-    static constexpr int kHighBits = kBits - 4;
-    static constexpr int kRowsOfHighBits = kHighBits > 0 ? 8 / kHighBits : 1;
+  class Stream : public FewBitsStream<Simd, kBits> {
+    using FewBits = FewBitsStream<Simd, kBits>;
 
    public:
     Stream(const GroupWeight& w, int64_t panel, const PrefetchDistances& ahead)
-        : values(w.view.weights + panel * kInt4Bitmap.Tiles(w.k) * kInt4Bitmap.TileEntries()),
+        : FewBits(w, panel, ahead.int4),
           scales_(w.view.subgroups.scales + panel * w.view.subgroups.Rows(w.k) * kPanelColumns),
-          high_(w.view.subgroups.high_bits + panel * PanelHighBytes(w.k, kBits)),
           half_span_bytes_(w.view.subgroups.size == kSubgroupInputs ? kPanelColumns : 0),
           ahead_(ahead.int4) {}
 
@@ -54,7 +52,7 @@ struct SubgroupRows : ByteProducts<Simd, false> {
           return Simd::SubtractBytes(product, bias);
         });
       }
-      const Bytes q = NextStored<true>(row);
+      const Bytes q = this->template NextStored<true>(row);
       return Columns::template Of<Bytes>(
           [&](int i) { return Simd::SubtractBytes(Simd::MultiplyBytes(q.at[i], steps_.at[i]), offsets_.at[i]); });
     }
@@ -62,7 +60,7 @@ struct SubgroupRows : ByteProducts<Simd, false> {
     template <bool kPrefetch>
     Bytes NextCentered(int row) {
       if (row % 4 == 0) LoadScales(row);
-      const Bytes q = NextStored<kPrefetch>(row);
+      const Bytes q = this->template NextStored<kPrefetch>(row);
       return Columns::template Of<Bytes>([&](int i) { return Simd::SubtractBytes(q.at[i], zeros_.at[i]); });
     }
     // Return s of that row as 16-bit words.
@@ -72,44 +70,11 @@ struct SubgroupRows : ByteProducts<Simd, false> {
     void EndSpan() {}
     // Move to the position of another stream of the panel.
     void MoveTo(const Stream& other) {
-      values = other.values;
+      FewBits::MoveTo(other);
       scales_ = other.scales_;
-      high_ = other.high_;
     }
-
-    const uint8_t* values;
 
    private:
-    // Return q of the next row.
-    template <bool kPrefetch>
-    __attribute__((always_inline)) Bytes NextStored(int row) {
-      if (row % 2 == 0) {
-        if constexpr (kPrefetch) __builtin_prefetch(values + ahead_);
-        bytes_ = Columns::LoadBytes(values);
-        values += kLineBytes;
-      }
-      if constexpr (kHighBits > 0) {
-        if (row % kRowsOfHighBits == 0) {
-          __builtin_prefetch(high_ + ahead_ * kHighBits / 4);
-          high_bytes_ = Columns::LoadBytes(high_);
-          high_ += kLineBytes;
-        }
-      }
-      const Bytes stored = Columns::template Of<Bytes>([&](int i) {
-        auto q = row % 2 == 0 ? Simd::LowNibbles(bytes_.at[i]) : Simd::HighNibbles(bytes_.at[i]);
-        if constexpr (kHighBits > 0) {
-          const auto mask = Simd::SetBytes(kBits == 5 ? 0x10 : 0x30);
-          q = Simd::OrInt(q, Simd::AndBytes(Simd::template ShiftRightInt<4 - kHighBits>(high_bytes_.at[i]), mask));
-        }
-        return q;
-      });
-      if constexpr (kHighBits > 0) {
-        // Bits that enter a byte from its neighbour never reach the bits that are read.
-        high_bytes_ = Columns::template Of<Bytes>(
-            [&](int i) { return Simd::template ShiftLeftInt<kHighBits>(high_bytes_.at[i]); });
-      }
-      return stored;
-    }
     // Load s and z of the next four rows.
     __attribute__((always_inline)) void LoadScales(int row) {
       const Bytes stored =
@@ -124,11 +89,8 @@ struct SubgroupRows : ByteProducts<Simd, false> {
     }
 
     const uint8_t* scales_;
-    const uint8_t* high_;
     int64_t half_span_bytes_;
     int64_t ahead_;
-    Bytes bytes_;
-    Bytes high_bytes_;
     Bytes steps_;
     Bytes zeros_;
     Bytes offsets_;
