@@ -26,6 +26,7 @@ from ortolan.errors import RecipeError
 from .names import (
     BLOCKS,
     CACHES,
+    FEW_BITS,
     FORMAT_GROUP_SIZES,
     FORMAT_OPTIONS,
     METHODS,
@@ -39,8 +40,7 @@ from .options import HEADS, Globs, PassOptions, takes
 from .weights.pruners.masks import MAX_OF_GROUP, Pattern
 from .weights.quantizers.grid import EIGHT_BIT_GROUP, GROUPS_OF_SUBGROUPS, SUBGROUP_SIZES
 
-_BITS = {"int8": 8, "int6": 6, "int5": 5, "int4": 4}
-_FEW_BITS = ("int4", "int5", "int6")
+_BITS = {"int8": 8, **FEW_BITS}
 _ONLY_SUBGROUPS = ("int5", "int6")
 _SAME = 1e-3  # tolerance of the sparsity given with an N:M pattern, such as 0.667 for 1:3
 
@@ -74,7 +74,7 @@ class Form(PassOptions):
     def __post_init__(self) -> None:
         """Check single values and their combinations."""
         # Checked first, so that an invalid size does not hide the missing weights='int4'.
-        if self.group_size is not None and self.weights not in _FEW_BITS:
+        if self.group_size is not None and self.weights not in FEW_BITS:
             raise RecipeError(
                 f"group_size is {self.group_size!r}, which needs weights='int4', 'int5' or 'int6'; leave it out"
             )
@@ -86,7 +86,7 @@ class Form(PassOptions):
         if self.skipped_inputs is not None:
             for name in ("sparsity", "pattern", "group_size", "method"):
                 self._refuse(name, "with the preset 'activation-sparse', which neither prunes nor fits weights")
-            if self.weights in _FEW_BITS:
+            if self.weights in FEW_BITS:
                 self._refuse("weights", "'bf16' or 'int8' with the preset 'activation-sparse'")
 
     def _refuse(self, name: str, expected: str) -> None:
@@ -132,7 +132,7 @@ class Form(PassOptions):
             raise RecipeError(f"weights is {self.weights!r}, expected 'int8' with pattern {BLOCKS!r}; leave it out")
 
     def _check_rounding(self) -> None:
-        if "hqq" in self.method and (self.weights not in _FEW_BITS or self.sparsity is not None):
+        if "hqq" in self.method and (self.weights not in FEW_BITS or self.sparsity is not None):
             raise RecipeError(
                 "method is 'hqq', but int8 and pruned weights have no zero points, which it needs; give 'gptq'"
             )
@@ -176,7 +176,7 @@ class Form(PassOptions):
     @property
     def _has_few_bits(self) -> bool:
         """True if W4A8MatMul replaces linear layers."""
-        return self.weights in _FEW_BITS and self.sparsity is None and self.pattern is None
+        return self.weights in FEW_BITS and self.sparsity is None and self.pattern is None
 
     @property
     def _subgroup_size(self) -> int | None:
@@ -222,7 +222,7 @@ class Form(PassOptions):
     @property
     def rounding(self) -> str:
         """The method of rounding."""
-        default = "mse" if self.stored in _FEW_BITS else "rtn"
+        default = "mse" if self.stored in FEW_BITS else "rtn"
         return next((one for one in self.method if one in ROUNDING), default)
 
     @property
@@ -249,7 +249,7 @@ class Form(PassOptions):
         elif self.pattern == TWO_FOUR:
             words.append("layers that already have 2:4 zeros")
         if self.stored is not None:
-            groups = f" in groups of {self._subgroup_size or self._group_size}" if self.stored in _FEW_BITS else ""
+            groups = f" in groups of {self._subgroup_size or self._group_size}" if self.stored in FEW_BITS else ""
             how = f" by {self.rounding}" if self.stored in _BITS and not self.prunes_and_rounds else ""
             words.append(f"{self.stored} weights{groups}{how}")
         if self.skipped_inputs is not None:

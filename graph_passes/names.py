@@ -5,6 +5,7 @@ from __future__ import annotations
 # The options that choose the target format of layers (forms.py), and their values.
 FORMAT_OPTIONS = ("weights", "group_size", "sparsity", "pattern", "method", "cache", "ignore")
 WEIGHTS = ("bf16", "int8", "int6", "int5", "int4")
+FEW_BITS = {"int4": 4, "int5": 5, "int6": 6}  # those with subgroups (ops/formats/subgroup.h)
 # Values of the option group_size. 16, 32: inputs that share an integer scale, in groups of 256
 # (ops/formats/subgroup.h). 64, 128 (int4), and 32 with pruned weights: inputs that share a floating-point scale.
 FORMAT_GROUP_SIZES = (16, 32, 64, 128)

@@ -20,9 +20,11 @@ the head's packed weight, and unpack only the requested rows. Packed weight of W
     weights  int8 [panels, quads, 16, 4],   scales  [panels, groups, 16]
     row(i) = weights[i / 16, :, i % 16, :] scales[i / 16, 4 quad / group_size, i % 16]
 
-Packed weight of W4A8MatMul (ops/formats/int4_group.h); low nibbles belong to one quad, high nibbles to the next:
+Packed weight of W4A8MatMul (ops/formats/int4_group.h, subgroup.h, k_quant.h); low nibbles belong to one quad, high
+nibbles to the next:
 
-    weights  uint8 [panels, pairs of quads, 64],   scales, zero_points  [panels, groups, 16]
+    weights  uint8 [panels, pairs of quads, 64],   scales, zero_points, minimums  [panels, groups, 16]
+    high_bits  uint8 [panels, tiles, 128 (bits - 4)],   subgroup_scales, subgroup_minimums  [panels, subgroups, 16]
 
 Dense storage of SparseAMXMatMul (ops/formats/bitmap.h); d is 2 for bf16 and 4 for int8:
 
@@ -32,7 +34,7 @@ Dense storage of SparseAMXMatMul (ops/formats/bitmap.h); d is 2 for bf16 and 4 f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,11 +42,13 @@ import onnx_ir as ir
 
 from ..find.constants import remove_unused
 from ..find.embedding import Embedding
-from ..weights.quantizers.grid import FRACTION_STEPS
+from ..weights.quantizers.grid import FRACTION_STEPS, Quantization
 from .function_body import PANEL_COLUMNS
+from .group_function import TILE_INPUTS
 from .nodes import new_initializer
 
 _QUAD = 4  # number of inputs of a column that are stored side by side
+_PAIR = 2 * _QUAD  # number of inputs of a column in the nibbles of four bytes
 _MIDDLE = 8  # the zero point of 4-bit weights without zero points
 _NEVER = np.iinfo(np.int64).max  # a divisor larger than every id, so that id / _NEVER is 0 and id % _NEVER is id
 NewName = Callable[[str], str]
@@ -75,6 +79,8 @@ class StoredEmbedding:
     zero_points: ir.Value | None  # only with 4-bit weights
     as_bf16: bytes  # a digest of the table rounded to bf16
     readers: list[_Reader] = field(default_factory=list)
+    # The packed weight of a W4A8MatMul that holds the table, by the names of the operator's inputs.
+    packed: Mapping[str, ir.Value] = field(default_factory=dict)
 
     def read_rows(self, graph: ir.Graph, embedding: Embedding, new_name: NewName) -> None:
         """Replace the model's lookups by nodes that read the quantized table. graph: the main graph."""
@@ -120,35 +126,26 @@ class StoredEmbedding:
             assert ids is not None
             self.readers.append(_Reader(node.name or "", ids, None if ids.shape is None else len(ids.shape), [node]))
 
-    def read_int4_groups(
-        self, weights: ir.Value, scales: ir.Value, steps: int, graph: ir.Graph, new_name: NewName
+    def read_few_bits(
+        self, packed: Mapping[str, ir.Value], quantization: Quantization, graph: ir.Graph, new_name: NewName
     ) -> None:
-        """Replace the lookups by nodes that read the weight of a W4A8MatMul.
+        """Replace the lookups by nodes that read the packed weight of a W4A8MatMul.
 
-        A zero point is stored in units of 1 / `steps`. Without zero points, 8 is subtracted.
+        Args:
+            packed: The operator's constants, by the names of its inputs.
+            quantization: Their format.
+            graph: The main graph.
+            new_name: Makes unique names.
         """
-        assert self.group_size is not None
-        pairs = -(-self.width // (2 * _QUAD))  # two quads share four bytes: low and high nibbles
-        offsets = np.zeros((pairs, _QUAD, 3), np.int64)
-        offsets[..., 1], offsets[..., 2] = np.arange(pairs)[:, None], np.arange(_QUAD)
-        groups = np.arange(pairs) * 2 * _QUAD // self.group_size
+        padded = -(-self.width // TILE_INPUTS) * TILE_INPUTS
         for reader in self.readers:
             write = _Writer(graph, reader.name, new_name)
-            place = self._positions(write, reader)
-            column = write.op("Mul", place, write.constant([1, 1, _QUAD]))
-            byte = write.op("Add", write.op("Unsqueeze", column, write.constant([-2])), write.constant(offsets))
-            q = _nibbles(write, write.op("GatherND", weights, byte))
-            of_group = _repeated(write, place, groups)
-            if self.zero_points is None:
-                zero = write.constant(np.array(_MIDDLE, np.float32))
-            else:
-                zero = write.op("Cast", write.op("GatherND", self.zero_points, of_group), to=ir.DataType.FLOAT)
-                zero = write.op("Div", zero, write.constant(np.array(steps, np.float32)))
-                zero = write.op("Unsqueeze", zero, write.constant([-1]))
-            scale = write.as_float(write.op("GatherND", scales, of_group), scales)
-            rows = write.op("Mul", write.op("Sub", q, zero), write.op("Unsqueeze", scale, write.constant([-1])))
-            padded = pairs * 2 * _QUAD
-            self._put(write, reader, self._joined(write, rows, reader, padded), padded)
+            rows = _PackedRows(write, packed, quantization, self._positions(write, reader), padded)
+            high = None
+            if quantization.bits > 4:
+                high = self._joined(write, rows.high_bits(), reader, padded // _PAIR, _PAIR)
+            self._put(write, reader, self._joined(write, rows.weights(high), reader, padded), padded)
+        self.packed = packed
 
     def read_dense(
         self, values: ir.Value, scales: ir.Value | None, inputs: int, graph: ir.Graph, new_name: NewName
@@ -190,11 +187,11 @@ class StoredEmbedding:
         place = write.op("Div", ids, write.constant([PANEL_COLUMNS, _NEVER, 1]))
         return write.op("Mod", place, write.constant([_NEVER, _NEVER, PANEL_COLUMNS]))
 
-    def _joined(self, write: _Writer, rows: ir.Value, reader: _Reader, width: int) -> ir.Value:
-        """Merge the last two axes of [..., a, b] to [..., width]; Reshape with -1 would fail if there are no ids."""
+    def _joined(self, write: _Writer, rows: ir.Value, reader: _Reader, *sizes: int) -> ir.Value:
+        """Replace the axes after those of the ids by `sizes`; Reshape with -1 would fail if there are no ids."""
         if reader.rank is not None:
-            return write.op("Reshape", rows, write.constant([0] * reader.rank + [width]))
-        shape = write.op("Concat", write.op("Shape", reader.ids), write.constant([width]), axis=0)
+            return write.op("Reshape", rows, write.constant([0] * reader.rank + [*sizes]))
+        shape = write.op("Concat", write.op("Shape", reader.ids), write.constant(sizes), axis=0)
         return write.op("Reshape", rows, shape)
 
     def _put(self, write: _Writer, reader: _Reader, rows: ir.Value, padded: int) -> None:
@@ -213,6 +210,111 @@ class StoredEmbedding:
             if value is not reader.ids:
                 remove_unused(value)
         reader.nodes = write.nodes
+
+
+class _PackedRows:
+    """Reads rows from the packed weight of a W4A8MatMul, in pairs of quads: [..., pairs, inputs of a pair].
+
+    Scales are read once for each pair, because groups and subgroups consist of whole pairs. place: from
+    StoredEmbedding._positions. padded: the inputs, padded to tiles.
+    """
+
+    def __init__(
+        self,
+        write: _Writer,
+        packed: Mapping[str, ir.Value],
+        quantization: Quantization,
+        place: ir.Value,
+        padded: int,
+    ) -> None:
+        self._write, self._packed, self._format, self._place = write, packed, quantization, place
+        self._first = np.arange(0, padded, _PAIR)  # the first input of each pair
+
+    def weights(self, high: ir.Value | None) -> ir.Value:
+        """Return the dequantized rows, float32. high: from `high_bits`, one row a pair; None with 4 bits."""
+        write = self._write
+        q = _nibbles(write, self._bytes("weights", np.arange(len(self._first)), 0 * self._first))
+        if high is not None:
+            q = write.op("Add", q, write.op("Mul", high, self._number(16)))
+        q = self._multiplied(self._centered(q), "subgroup_scales")
+        rows = write.op("Mul", q, self._of_groups("scales"))
+        if "minimums" not in self._packed:
+            return rows
+        return write.op("Add", rows, self._multiplied(self._of_groups("minimums"), "subgroup_minimums"))
+
+    def high_bits(self) -> ir.Value:
+        """Return the bits of q above the low 4, float32 [..., chunks, quads of a chunk, inputs of a quad]."""
+        write, bits = self._write, self._format.bits - 4
+        chunk = np.arange(len(self._first) * 2 * bits // 8)  # 64 bytes, the bits of 8 / bits quads
+        of_tile = 2 * bits
+        found = self._bytes("high_bits", chunk // of_tile, chunk % of_tile * PANEL_COLUMNS * _QUAD)
+        # The first quad's bits are the highest of a byte.
+        shifts = write.constant(np.arange(0, 8, bits, dtype=np.uint8)[:, None])
+        found = write.op("BitShift", write.op("Unsqueeze", found, write.constant([-2])), shifts, direction="LEFT")
+        return self._as_float(self._shifted(found, 8 - bits))
+
+    def _centered(self, q: ir.Value) -> ir.Value:
+        """Return q minus its zero point, times s of subgroups unless these are K-quants."""
+        write, chosen = self._write, self._format
+        if chosen.k_quant_zero is not None:
+            return q if chosen.k_quant_zero == 0 else write.op("Sub", q, self._number(chosen.k_quant_zero))
+        if chosen.subgroup_size is not None:
+            both = self._of_subgroups("subgroup_scales")
+            steps = self._shifted(write.op("BitShift", both, self._byte(chosen.bits), direction="LEFT"), chosen.bits)
+            zero = self._as_float(self._shifted(both, 8 - chosen.bits))
+            return write.op("Mul", write.op("Sub", q, zero), self._as_float(steps))
+        if "zero_points" in self._packed:
+            zero = self._of_groups("zero_points")
+            return write.op("Sub", q, write.op("Div", zero, self._number(chosen.zero_point_steps)))
+        return q if "minimums" in self._packed else write.op("Sub", q, self._number(_MIDDLE))
+
+    def _multiplied(self, values: ir.Value, factors: str) -> ir.Value:
+        """Return the values times the factors of K-quants, if there are any."""
+        if self._format.k_quant_zero is None or factors not in self._packed:
+            return values
+        found = self._of_subgroups(factors)
+        if factors == "subgroup_scales":
+            found = self._write.op("Cast", found, to=ir.DataType.INT8)
+        return self._write.op("Mul", values, self._as_float(found))
+
+    def _of_groups(self, name: str) -> ir.Value:
+        """Return the values of the groups, float32 [..., pairs, 1]."""
+        size, shape = self._format.group_size, self._packed[name].shape
+        assert size is not None and shape is not None
+        # The padding of the last tile may begin a group that does not exist.
+        found = self._at(name, np.minimum(self._first // size, shape.numpy()[1] - 1))
+        return self._write.as_float(found, self._packed[name])
+
+    def _of_subgroups(self, name: str) -> ir.Value:
+        """Return the values of the subgroups, uint8 [..., pairs, 1]."""
+        assert self._format.subgroup_size is not None
+        return self._at(name, self._first // self._format.subgroup_size)
+
+    def _at(self, name: str, middle: np.ndarray) -> ir.Value:
+        write = self._write
+        found = write.op("GatherND", self._packed[name], _repeated(write, self._place, middle))
+        return write.op("Unsqueeze", found, write.constant([-1]))
+
+    def _bytes(self, name: str, middle: np.ndarray, last: np.ndarray) -> ir.Value:
+        """Return the four bytes of the column in each line, [..., lines, 4]; a line begins at [panel, middle, last]."""
+        write = self._write
+        offsets = np.zeros((len(middle), _QUAD, 3), np.int64)
+        offsets[..., 1], offsets[..., 2] = middle[:, None], last[:, None] + np.arange(_QUAD)
+        column = write.op("Mul", self._place, write.constant([1, 1, _QUAD]))
+        index = write.op("Add", write.op("Unsqueeze", column, write.constant([-2])), write.constant(offsets))
+        return write.op("GatherND", self._packed[name], index)
+
+    def _shifted(self, value: ir.Value, count: int) -> ir.Value:
+        return self._write.op("BitShift", value, self._byte(count), direction="RIGHT")
+
+    def _as_float(self, value: ir.Value) -> ir.Value:
+        return self._write.op("Cast", value, to=ir.DataType.FLOAT)
+
+    def _number(self, value: int) -> ir.Value:
+        return self._write.constant(np.array(value, np.float32))
+
+    def _byte(self, value: int) -> ir.Value:
+        return self._write.constant(np.array(value, np.uint8))
 
 
 def read_as_float16(graph: ir.Graph, node: ir.Node, table: np.ndarray, new_name: NewName) -> None:

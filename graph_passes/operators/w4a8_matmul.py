@@ -18,7 +18,7 @@ from ..find.constants import lazy
 from ..find.convolutions import WINDOW_DEFAULTS
 from ..find.epilogue import Activation
 from ..find.quantized_weight import QuantizedWeight
-from ..weights.quantizers.grid import Quantization
+from ..weights.quantizers.grid import FRACTION_STEPS, Quantization
 from .function_body import PANEL_COLUMNS
 from .group_function import TILE_INPUTS
 from .group_matmul import GroupMatMul, packed_floats
@@ -143,6 +143,27 @@ class W4A8MatMul(GroupMatMul):
 def scale_bits(quantization: Quantization) -> int:
     """Return the bits of a subgroup's scale in a byte of subgroup_scales; the other bits are its zero point."""
     return K_QUANT_SCALE_BITS if quantization.k_quant_zero is not None else 8 - quantization.bits
+
+
+def quantization_of(node: ir.Node) -> Quantization:
+    """Return the format of a node's weight."""
+
+    def attribute(name: str, default: int | None) -> int | None:
+        found = node.attributes.get(name)
+        return default if found is None else found.as_int()
+
+    minimum = input_of(node, INPUTS, "minimums") is not None
+    subgroup_size = attribute("subgroup_size", 0) or None
+    whole = input_of(node, INPUTS, "zero_points") is None and subgroup_size is None
+    return Quantization(
+        attribute("bits", 4) or 4,
+        attribute("group_size", None),
+        symmetric=whole and not minimum,
+        minimum=minimum,
+        fractions=attribute("zero_point_steps", 1) == FRACTION_STEPS,
+        subgroup_size=subgroup_size,
+        k_quant_zero=attribute("subgroup_zero_point", None),
+    )
 
 
 def _packed_subgroups(quantized: QuantizedWeight) -> dict[str, PackedTensor]:

@@ -4,7 +4,8 @@
 have scales and zero points in groups of 32, chosen by method mse. Standard operators read the rows
 (operators/embedding.py). If a layer (a tied head) holds the same integers, pass replace removes the table, and rows are
 read from the layer's weight. A table with another consumer that is not replaced stays float: it would be stored twice.
-If a word table is stored, tables of positions become float16.
+If a word table is stored, tables of positions become float16. Tables of a GGUF file are kept as given; those of 4, 5
+and 6 bits are packed like a weight of W4A8MatMul.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from ..find.embedding import Embedding, find_embeddings, find_position_lookups
 from ..find.linear import Linear
 from ..find.quantized_weight import QuantizedWeight
 from ..operators import sparse_amx_matmul_function as sparse_amx
+from ..operators import w4a8_matmul_function as w4a8
 from ..operators import w8a8_matmul_function as w8a8
 from ..operators.embedding import StoredEmbedding, read_as_float16
 from ..operators.function_body import PANEL_COLUMNS
 from ..operators.nodes import input_of, new_initializer, nodes_of
+from ..operators.replacement import LayerWeight, stored_tensor
 from ..operators.sparse_amx_matmul_storage import BF16, stored_in
+from ..operators.w4a8_matmul import W4A8MatMul, quantization_of
 from ..options import Globs, PassOptions, any_matches, takes
 from ..weights.quantizers.grid import (
     FRACTION_STEPS,
@@ -124,7 +128,10 @@ class EmbeddingsPass(RecipePass):
 
     def _store(self, model: ir.Model, embedding: Embedding, may_be_tied: bool) -> StoredEmbedding:
         context = self.context
-        table, given = embedding.table(), self._given(embedding)
+        given = context.given.get(embedding.table_name)
+        if given is not None and given.bits < 8:
+            return self._store_packed(model, embedding, given)
+        table = embedding.table()
         quantization = Quantization(8, given.group_size) if given is not None else self._quantization(table)
         rounded = _Rows(table.shape, quantization)
         if given is not None:
@@ -157,11 +164,31 @@ class EmbeddingsPass(RecipePass):
         stored.read_rows(model.graph, embedding, lambda wanted: context.new_name(model, wanted))
         return stored
 
-    def _given(self, embedding: Embedding) -> QuantizedWeight | None:
-        """Return the integers that were given with the model, if this pass can use them."""
-        given = self.context.given.get(embedding.table_name)
-        fits = given is not None and given.symmetric and given.bits == 8 and given.group_size is not None
-        return given if fits else None
+    def _store_packed(self, model: ir.Model, embedding: Embedding, given: QuantizedWeight) -> StoredEmbedding:
+        """Store a given table of few bits as a W4A8MatMul would, so that a tied head may replace it."""
+        context = self.context
+        packed = {}
+        for part, tensor in W4A8MatMul().pack(LayerWeight(embedding.table().T, given)).items():
+            name = context.new_name(model, f"{embedding.table_name}.{part}")
+            packed[part] = new_initializer(model.graph, stored_tensor(context.spill, name, tensor))
+        size = given.subgroup_size or given.group_size
+        context.note(f"word embedding {embedding.table_name!r} is stored in int{given.bits}, in groups of {size}")
+        stored = StoredEmbedding(
+            name=embedding.table_name,
+            rows=embedding.rows,
+            width=embedding.width,
+            bits=given.bits,
+            group_size=given.group_size,
+            dtype=embedding.dtype,
+            q=packed["weights"],
+            scales=packed["scales"],
+            zero_points=None,
+            as_bf16=b"",
+            packed=packed,
+        )
+        stored.add_lookups([lookup.node for lookup in embedding.lookups])
+        stored.read_few_bits(packed, given, model.graph, lambda wanted: context.new_name(model, wanted))
+        return stored
 
     def _quantization(self, table: np.ndarray) -> Quantization:
         """Return the table's format: table_bits, or the format of an 8-bit head that can share its copy."""
@@ -224,14 +251,25 @@ def _rounded(matrix: np.ndarray, quantization: Quantization) -> QuantizedMatrix:
 def read_from_heads(model: ir.Model, context: PassContext) -> None:
     """Read tables from the tied head that holds the same weights, so that they are stored once."""
     for table in context.layers.embeddings:
-        for node in (*nodes_of(model, w8a8.OP_TYPE), *nodes_of(model, sparse_amx.OP_TYPE)):
+        for node in (node for op_type in _READERS for node in nodes_of(model, op_type)):
             sizes = [node.attributes[name].as_int() for name in ("k", "n")]
             if node.graph is not model.graph or sizes != [table.width, table.rows]:
                 continue
-            read = _read_groups if node.op_type == w8a8.OP_TYPE else _read_dense
-            if read(model, context, table, node):
+            if _READERS[node.op_type](model, context, table, node):
                 context.note(f"word embedding {table.name!r} is read from the weight of {node.name!r}, its tied head")
                 break
+
+
+def _read_few_bits(model: ir.Model, context: PassContext, table: StoredEmbedding, node: ir.Node) -> bool:
+    """Look up rows in the weight of a W4A8MatMul; return False if it differs from the packed table."""
+    held = {name: input_of(node, w4a8.INPUTS, name) for name in table.packed}
+    values = {name: value for name, value in held.items() if value is not None}
+    if not values or len(values) < len(held) or values == table.packed:
+        return False
+    if not all(np.array_equal(_array(value), _array(table.packed[name])) for name, value in values.items()):
+        return False
+    table.read_few_bits(values, quantization_of(node), model.graph, lambda wanted: context.new_name(model, wanted))
+    return True
 
 
 def _read_groups(model: ir.Model, context: PassContext, table: StoredEmbedding, node: ir.Node) -> bool:
@@ -284,6 +322,9 @@ def _read_dense(model: ir.Model, context: PassContext, table: StoredEmbedding, n
             return False
     table.read_dense(values, scales, inputs, model.graph, lambda wanted: context.new_name(model, wanted))
     return True
+
+
+_READERS = {w4a8.OP_TYPE: _read_few_bits, w8a8.OP_TYPE: _read_groups, sparse_amx.OP_TYPE: _read_dense}
 
 
 def _digest(table: np.ndarray) -> bytes:

@@ -8,13 +8,13 @@
     Q2_K to Q6_K       K-quants with 256 inputs per scale; Q2_K and Q3_K occupy 4 bits        kept exactly
     all others         8 bits with a scale per 32 inputs, the one with least squared error    rounded; floats too
 
-Word embeddings become 8 bits: exactly if they have no minimums and one scale per 32 inputs, else rounded.
+On request, weights of more bits are rounded to Q6_K, or to 4, 5 or 6 bits in subgroups (ops/formats/subgroup.h).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,9 @@ import onnx_ir as ir
 from ortolan.graph_passes.files.spill import TensorSpill
 from ortolan.graph_passes.find.constants import lazy
 from ortolan.graph_passes.find.quantized_weight import QuantizedWeight
+from ortolan.graph_passes.weights.quantizers.grid import Quantization
+from ortolan.graph_passes.weights.quantizers.k_quants import round_to_q6_k
+from ortolan.graph_passes.weights.quantizers.mse import round_mse
 
 from ..graph_builder import ModelBuildError
 from .file import StoredWeight
@@ -55,7 +58,8 @@ class KeptWeight:
     def format(self) -> str:
         """A description of the format."""
         minimums = " with minimums" if self.quantized.minimum else ""
-        return f"{self.quantized.bits} bits{minimums} in groups of {self.quantized.group_size}"
+        size = self.quantized.subgroup_size or self.quantized.group_size
+        return f"{self.quantized.bits} bits{minimums} in groups of {size}"
 
 
 Part = Callable[[np.ndarray], np.ndarray]
@@ -241,18 +245,19 @@ _FORMATS = {
 }
 
 
-def keep_gguf_weight(stored: StoredWeight, spill: TensorSpill, eight_bits: bool = False) -> KeptWeight:
+def keep_gguf_weight(stored: StoredWeight, spill: TensorSpill, wanted: Quantization | None = None) -> KeptWeight:
     """Return a weight [n, k] of the file in a format of Ortolan's operators.
 
-    Computed tensors are stored in `spill`; all other tensors are read from the file when needed. eight_bits: Convert
-    weights of fewer bits to 8 bits.
+    Computed tensors are stored in `spill`; all other tensors are read from the file when needed. wanted: The format to
+    which weights of at least its bits are rounded, except Q6_K to itself; None: keep weights.
 
     Raises:
         ModelBuildError: Scales are not finite, or weights are too large for float16 scales.
     """
     found = _FORMATS.get(stored.kind)
-    if found is not None and eight_bits:
-        found = _in_eight_bits(found)
+    if wanted is not None and not _stays(found, wanted):
+        rounded = _round_to(stored, spill, wanted)
+        return KeptWeight(stored, rounded, _error(stored, rounded))
     if found is None:
         rounded = _round(stored, spill)
         return KeptWeight(stored, rounded, _error(stored, rounded))
@@ -261,12 +266,11 @@ def keep_gguf_weight(stored: StoredWeight, spill: TensorSpill, eight_bits: bool 
     return KeptWeight(stored, quantized, 0.0)
 
 
-def _in_eight_bits(found: _Format) -> _Format | None:
-    """Return the same weights as int8 with one scale per group, or None if they have minimums or factors."""
-    if found.minimums is not None or found.subgroup_scales is not None:
-        return None
-    zero = np.uint8(found.zero or 0)
-    return replace(found, bits=8, q=lambda blocks: found.q(blocks).view(np.uint8) - zero, subgroup=None, zero=None)
+def _stays(found: _Format | None, wanted: Quantization) -> bool:
+    # Q6_K itself stays.
+    return found is not None and (
+        found.bits < wanted.bits or (found.bits == wanted.bits and wanted.k_quant_zero is not None)
+    )
 
 
 def join_quantized(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
@@ -291,14 +295,23 @@ def join_quantized(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     return first.with_tensors({name: joined([one[name] for one in tensors]) for name in tensors[0]})
 
 
-def keep_experts(parts: Sequence[StoredWeight], spill: TensorSpill) -> list[list[KeptWeight]]:
-    """Return the weights of all experts of tensors [experts, n, k]: for each tensor, each expert's.
+def keep_experts(
+    parts: Sequence[StoredWeight], spill: TensorSpill, wanted: Quantization | None = None
+) -> list[list[KeptWeight]]:
+    """Return the weights of all experts of tensors [experts, n, k], for each tensor: all in one format.
 
-    If the tensors' types differ, all become 8 bits.
+    wanted: See `keep_gguf_weight`. If the tensors' formats would differ, all become 8 bits.
     """
-    eight_bits = len({part.kind for part in parts}) > 1
-    experts = range(parts[0].shape[0])
-    return [[keep_gguf_weight(part.expert(e), spill, eight_bits) for e in experts] for part in parts]
+    kinds = {part.kind for part in parts}
+    all_rounded = wanted is not None and not any(_stays(_FORMATS.get(kind), wanted) for kind in kinds)
+
+    def keep(stored: StoredWeight) -> KeptWeight:
+        if len(kinds) == 1 or all_rounded:
+            return keep_gguf_weight(stored, spill, wanted)
+        rounded = _round(stored, spill)
+        return KeptWeight(stored, rounded, _error(stored, rounded))
+
+    return [[keep(part.expert(e)) for e in range(part.shape[0])] for part in parts]
 
 
 def in_turns(first: QuantizedWeight, second: QuantizedWeight) -> QuantizedWeight:
@@ -387,6 +400,35 @@ def _round(stored: StoredWeight, spill: TensorSpill) -> QuantizedWeight:
         GROUP,
         spill.add(f"{stored.name}.q", q, ir.DataType.INT8),
         spill.add(f"{stored.name}.scales", scales, ir.DataType.FLOAT16),
+    )
+
+
+def _round_to(stored: StoredWeight, spill: TensorSpill, wanted: Quantization) -> QuantizedWeight:
+    n, _ = stored.shape
+    arrays: dict[str, np.ndarray] = {}
+    for start in range(0, n, stored.rows_at_once):
+        stop = min(n, start + stored.rows_at_once)
+        floats = stored.floats(start, stop)
+        if not np.isfinite(floats).all():
+            raise ModelBuildError(f"tensor {stored.name!r} ({stored.kind}) holds NaN or infinity")
+        matrix = np.ascontiguousarray(floats.T)
+        rounded = round_mse(matrix, wanted) if wanted.k_quant_zero is None else round_to_q6_k(matrix)
+        for name in ("q", "scales", "zero_points", "subgroup_scales"):
+            if (part := getattr(rounded, name)) is not None:
+                arrays.setdefault(name, np.empty((len(part), n), part.dtype))[:, start:stop] = part
+    tensors = {
+        name: spill.add(f"{stored.name}.{name}", array, ir.DataType.from_numpy(array.dtype))
+        for name, array in arrays.items()
+    }
+    return QuantizedWeight(
+        wanted.bits,
+        wanted.group_size,
+        tensors["q"],
+        tensors["scales"],
+        tensors.get("zero_points"),
+        subgroup_scales=tensors["subgroup_scales"],
+        subgroup_size=wanted.subgroup_size,
+        k_quant_zero=wanted.k_quant_zero,
     )
 
 

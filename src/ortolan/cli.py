@@ -302,6 +302,7 @@ def _sts_score(pairs: Path, tokenizer: Path | None, model: Path) -> Callable[[Pa
 def import_(
     model: Annotated[Path, typer.Argument(metavar="MODEL.gguf", help="A GGUF file of a decoder like Llama.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="The new folder.")],
+    requantize: options.Requantize = None,
     serve: Annotated[
         bool, typer.Option("--serve", help="Write the form for `ortolan serve`, for many requests at once.")
     ] = False,
@@ -313,7 +314,7 @@ def import_(
     from . import import_gguf
 
     with progress_bar(verbose, quiet) as progress:
-        report = import_gguf(model, output, serve=serve, progress=progress)
+        report = import_gguf(model, output, requantize=requantize, serve=serve, progress=progress)
     if as_json or not quiet:
         print_result(report, as_json, verbose)
 

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from ortolan.graph_passes.names import BLOCKS, EVERYWHERE, GROUP_SIZES, POOLINGS, SCORE_ACTIVATIONS, UNSTRUCTURED
+from ortolan.graph_passes.names import (
+    BLOCKS,
+    EVERYWHERE,
+    FEW_BITS,
+    GROUP_SIZES,
+    POOLINGS,
+    SCORE_ACTIVATIONS,
+    UNSTRUCTURED,
+)
 
 from .errors import ArgumentError
 from .optimize_options import OptimizeOptions, flag_of, info, options_of
@@ -45,10 +53,12 @@ if TYPE_CHECKING:
     _Reproducible = str
     _Device = str
     _DistillPattern = str
+    _FewBits = str
 else:
     _Pooling, _Activation, _GroupSize = map(_choice, (POOLINGS, SCORE_ACTIVATIONS, GROUP_SIZES))
     _Precision, _Claims, _Reproducible = map(_choice, (PRECISIONS, CLAIMS, (EVERYWHERE,)))
     _Device, _DistillPattern = _choice(["opencl"]), _choice([BLOCKS, UNSTRUCTURED])
+    _FewBits = _choice(FEW_BITS)
 
 AS_JSON = "ortolan.json"  # key in the context's meta; its value is True with --json
 
@@ -168,6 +178,14 @@ Claims = Annotated[
         "--claims",
         help="With --provider: faster claims nodes that are faster than in ONNX Runtime on this CPU, all claims every "
         "supported node.",
+    ),
+]
+Requantize = Annotated[
+    _FewBits | None,
+    typer.Option(
+        help="Round weights of at least this many bits to this format: not exact, but faster for prompts. A word "
+        "embedding and a head of more than 6 bits become Q6_K, also faster for single tokens.",
+        show_default=False,
     ),
 ]
 DistillPattern = Annotated[

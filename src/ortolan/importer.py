@@ -21,6 +21,7 @@ from ortolan.graph_passes.find.linear import layer_key
 from ortolan.graph_passes.find.quantized_weight import QuantizedWeight, dequantized_tensor
 from ortolan.graph_passes.forms import IMPORT
 from ortolan.graph_passes.measure.evidence import Evidence
+from ortolan.graph_passes.names import FEW_BITS
 from ortolan.graph_passes.passes.context import PassContext
 from ortolan.graph_passes.recipe import Recipe
 from ortolan.graph_passes.report.figures import human_bytes
@@ -28,8 +29,10 @@ from ortolan.graph_passes.report.optimization import LayerReport, OptimizationRe
 from ortolan.graph_passes.run import plan, transform, write
 from ortolan.graph_passes.serve.check import make_serving_form
 from ortolan.graph_passes.serve.genai import engine_config
+from ortolan.graph_passes.weights.quantizers.grid import GROUPS_OF_SUBGROUPS, SUBGROUP_SIZES, Quantization
+from ortolan.graph_passes.weights.quantizers.k_quants import Q6_K
 
-from .errors import VerificationError, wrong_type
+from .errors import ArgumentError, VerificationError, wrong_type
 from .generate import Decoder, generate
 from .library import LIBRARY_NAME, get_library_path
 from .models.gguf.file import StoredWeight
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
 _MODEL = "model.onnx"
 _TABLE = "model.embed_tokens.weight"
 _ROUTER = "mlp.gate.weight"
+_TABLE_AND_HEAD = (_TABLE, "lm_head.weight")
 _TOKENS_TO_COMPARE = 40  # of the model's own text, with which its form for serving is checked
 _ROWS_TO_CHECK = 4  # number of random input rows on which each layer is checked
 
@@ -56,6 +60,7 @@ def import_gguf(
     path: str | os.PathLike[str],
     folder: str | os.PathLike[str],
     *,
+    requantize: str | None = None,
     serve: bool = False,
     progress: Progress | None = None,
 ) -> OptimizationReport:
@@ -63,14 +68,15 @@ def import_gguf(
 
     The folder has model.onnx with Ortolan's operators, model.onnx.data with the weights, the operator library, the
     tokenizer with its chat template, and the configuration files of onnxruntime-genai and Optimum. Weights of Q4_0,
-    Q4_1, Q5_0, Q5_1, Q8_0, MXFP4 and Q2_K to Q6_K are kept exactly; all other weights, and word embeddings, become
-    8-bit in groups of 32. The notes of the report list the weights with their errors. Each layer is checked on random
-    inputs.
+    Q4_1, Q5_0, Q5_1, Q8_0, MXFP4 and Q2_K to Q6_K are kept exactly; all other weights become 8-bit in groups of 32. The
+    notes of the report list the weights with their errors. Each layer is checked on random inputs.
 
     Args:
         path: The GGUF file, of architecture llama (also Mistral), qwen2, qwen3, qwen3moe, phi3, gemma, gemma2,
             gemma3 (text), granite, granitemoe, gpt-oss or smollm3. Needs the extra ortolan[decoder].
         folder: A new or empty folder, which appears when it is complete.
+        requantize: "int4", "int5" or "int6": round weights of at least this many bits to this format, which is faster
+            for prompts. A word embedding and a head of more than 6 bits become Q6_K.
         serve: Write the form for serving, as `optimize_onnx(serve=True)` does. The folder then is for `ortolan serve`
             and for onnxruntime-genai's Engine.
         progress: As for `optimize_onnx`.
@@ -85,10 +91,12 @@ def import_gguf(
     for name, value in (("path", path), ("folder", folder)):
         if not isinstance(value, str | os.PathLike):
             raise wrong_type(name, value, "a path")
+    if requantize is not None and requantize not in FEW_BITS:
+        raise ArgumentError(f"requantize is {requantize!r}, expected one of {', '.join(map(repr, FEW_BITS))}")
     target = Path(folder)
     check_new_folder(target, "a model with its tokenizer is a folder", ".onnx")
     with told(progress or no_progress) as tell:
-        run = _Import(read_model(path).with_halves(), target, serve)
+        run = _Import(read_model(path).with_halves(), target, requantize, serve)
         run.execute(tell)
     return run.report
 
@@ -115,9 +123,10 @@ class _Weights:
 class _Import:
     """A call of `import_gguf`. Cheap checks run before any weight is read."""
 
-    def __init__(self, model: GgufModel, target: Path, serve: bool) -> None:
+    def __init__(self, model: GgufModel, target: Path, requantize: str | None, serve: bool) -> None:
         get_library_path()
         self.model, self.target, self.serve = model, target, serve
+        self.requantize = requantize
         tokenizer = read_gguf_tokenizer(model.file)
         facts = read_tokenizer_facts(model.file)
         tokens = [str(tokenizer.id_to_token(index)) for index in range(tokenizer.get_vocab_size())]
@@ -190,7 +199,7 @@ class _Import:
             if len(stored.shape) == 3 or name.endswith((_ROUTER, ".bias")):
                 weights.lazy[name] = _lazy_floats(stored)
                 continue
-            weights.taken[name] = taken = keep_gguf_weight(stored, spill, eight_bits=name == _TABLE)
+            weights.taken[name] = taken = keep_gguf_weight(stored, spill, self._wanted(name))
             weights.lazy[name] = _float_weight(taken.quantized)
             weights.given[name if name == _TABLE else f"{name}_t"] = taken.quantized
         for layer in range(self.model.config.num_hidden_layers if self.model.config.num_experts else 0):
@@ -203,13 +212,22 @@ class _Import:
         """Read the experts of a layer."""
         names = [f"{prefix}.{part}_proj.weight" for part in ("gate", "up", "down")]
         gate, up, down = (self.model.weights[name] for name in names)
-        first, second = keep_experts([gate, up], spill)
-        (last,) = keep_experts([down], spill)
+        first, second = keep_experts([gate, up], spill, self._wanted(names[0]))
+        (last,) = keep_experts([down], spill, self._wanted(names[2]))
         for name, stored, kept in zip(names, (gate, up, down), (first, second, last), strict=True):
             weights.taken[name] = KeptWeight(stored, kept[0].quantized, max(one.error for one in kept))
         pairs = [in_turns(one.quantized, other.quantized) for one, other in zip(first, second, strict=True)]
         weights.experts[f"{prefix}.gate_up_proj"] = GivenExperts(pairs, gate.nbytes + up.nbytes)
         weights.experts[f"{prefix}.down_proj"] = GivenExperts([one.quantized for one in last], down.nbytes)
+
+    def _wanted(self, name: str) -> Quantization | None:
+        """Return the format to which a weight is rounded if it has as many bits or more; None: it is kept."""
+        if self.requantize is None:
+            return None
+        if name in _TABLE_AND_HEAD:
+            return Q6_K
+        bits, group, subgroup = FEW_BITS[self.requantize], GROUPS_OF_SUBGROUPS[-1], SUBGROUP_SIZES[0]
+        return Quantization(bits, group, symmetric=False, subgroup_size=subgroup)
 
     def _join_qkv(self, weights: _Weights) -> None:
         if self.model.config.qk_norm:

@@ -15,6 +15,7 @@ from ortolan.generate import Decoder
 from ortolan.graph_passes.report.optimization import OptimizationReport
 from ortolan.models.gguf import read_gguf
 from ortolan.models.graph_builder import ModelBuildError
+from ortolan.models.llama_config import LlamaConfig
 
 from ..models.gguf_file import CONFIGS, METADATA, TEMPLATE, TOKENS, write
 from ..models.llama_reference import reference_llama
@@ -23,6 +24,7 @@ pytest.importorskip("tokenizers")
 
 IDS = np.random.default_rng(3).integers(0, len(TOKENS), 9)
 MIXED = ["Q5_0", "Q5_0", "Q5_0", "Q8_0", "Q4_1", "Q4_1", "Q4_0", "Q4_0", "Q4_1", "Q4_0"]
+OPS = ("W4A8MatMul", "W8A8MatMul")
 FILES = [
     *("config.json", "genai_config.json", "generation_config.json", "libortolan_ops.so", "model.onnx"),
     *("model.onnx.data", "tokenizer.json", "tokenizer_config.json"),
@@ -43,11 +45,11 @@ def compare(path: Path, folder: Path, atol: float) -> None:
     assert np.abs(found - expected).max() < atol * np.abs(expected).max()
 
 
-def run(tmp_path: Path, name: str = "llama", **options: object) -> OptimizationReport:
+def run(tmp_path: Path, name: str = "llama", requantize: str | None = None, **options: object) -> OptimizationReport:
     config = CONFIGS[name]
     options = {"metadata": METADATA.get(name), **options}
     write(tmp_path / "model.gguf", config, architecture=name.split(",")[0], **options)
-    return ortolan.import_gguf(tmp_path / "model.gguf", tmp_path / "folder")
+    return ortolan.import_gguf(tmp_path / "model.gguf", tmp_path / "folder", requantize=requantize)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -69,8 +71,7 @@ def test_architectures(tmp_path: Path, name: str) -> None:
 def test_types(tmp_path: Path, kind: str) -> None:
     report = run(tmp_path, kinds=[kind], table=kind)
     op = "W4A8MatMul" if kind.startswith(("Q4", "Q5")) else "W8A8MatMul"
-    assert {found for name, found in nodes(tmp_path / "folder").items() if "lm_head" not in name} == {op}
-    assert nodes(tmp_path / "folder")["/lm_head/MatMul"] == "W8A8MatMul"
+    assert set(nodes(tmp_path / "folder").values()) == {op}
     exact = kind.startswith("Q")
     (note,) = [note for note in report.notes if note.startswith("14 matrices") or note.startswith("15 matrices")]
     assert f"of {kind} (" in note
@@ -114,29 +115,69 @@ def test_mixed_types(tmp_path: Path) -> None:
     compare(tmp_path / "model.gguf", tmp_path / "folder", 0.05)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_tables_are_in_8_bits(tmp_path: Path, tied: bool) -> None:
-    """The table keeps the file's integers, which rounding the dequantized floats would not restore."""
-    config = replace(CONFIGS["llama"], vocab_size=1200, tie_word_embeddings=tied)
-    write(tmp_path / "model.gguf", config, table="Q5_0")
-    report = ortolan.import_gguf(tmp_path / "model.gguf", tmp_path / "folder")
-    assert "word embedding 'model.embed_tokens.weight' is stored in int8, in groups of 32" in report.notes
-    _, weights = read_gguf(tmp_path / "model.gguf")
-    session = ortolan.create_session(tmp_path / "folder/model.onnx")
-    graph = onnx.load(tmp_path / "folder/model.onnx")
-    assert not any(list(tensor.dims) == [1200, 64] for tensor in graph.graph.initializer)
-    compare(tmp_path / "model.gguf", tmp_path / "folder", 0.05)
+def rows_of(folder: Path, config: LlamaConfig) -> np.ndarray:
+    """Return the rows of the word embedding that the model looks up, [vocab_size, hidden_size]."""
+    graph = onnx.load(folder / "model.onnx")
+    assert not any(list(tensor.dims) == [config.vocab_size, config.hidden_size] for tensor in graph.graph.initializer)
     first = next(node for node in graph.graph.node if node.op_type == "SimplifiedLayerNormalization")
     graph.graph.output.append(onnx.helper.make_tensor_value_info(first.input[0], onnx.TensorProto.FLOAT, None))
     graph.graph.output[-1].type.tensor_type.ClearField("shape")
-    (tmp_path / "rows").mkdir()
-    onnx.save(graph, tmp_path / "rows/model.onnx")
-    ids = np.arange(1200)[None]
+    (folder / "rows").mkdir()
+    onnx.save(graph, folder / "rows/model.onnx")
+    ids = np.arange(config.vocab_size)[None]
+    session = ortolan.create_session(folder / "rows/model.onnx")
     feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": ids}
     empty = np.zeros((1, config.num_key_value_heads, 0, config.head_size), np.float32)
     feeds |= {value.name: empty for value in session.get_inputs() if value.name.startswith("past")}
-    (rows,) = ortolan.create_session(tmp_path / "rows/model.onnx").run([first.input[0]], feeds)
-    np.testing.assert_array_equal(rows[0], weights["model.embed_tokens.weight"])
+    (rows,) = session.run([first.input[0]], feeds)
+    return np.asarray(rows[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits"),
+    [
+        *[(f"Q{bits}_{part}", bits) for bits in (4, 5) for part in "01K"],
+        *[("Q2_K", 4), ("Q3_K", 4), ("Q6_K", 6), ("Q8_0", 8)],
+    ],
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_tables_are_exact(tmp_path: Path, kind: str, bits: int, tied: bool) -> None:
+    """The table keeps the file's integers, which a tied head shares."""
+    size = 256 if kind.endswith("K") else 96
+    config = replace(CONFIGS["llama"], vocab_size=1200, hidden_size=size, tie_word_embeddings=tied)
+    write(tmp_path / "model.gguf", config, table=kind)
+    report = ortolan.import_gguf(tmp_path / "model.gguf", tmp_path / "folder")
+    assert any(f"'model.embed_tokens.weight' is stored in int{bits}, in groups of" in note for note in report.notes)
+    assert any("from the weight of '/lm_head/MatMul', its tied head" in note for note in report.notes) == tied
+    graph = onnx.load(tmp_path / "folder/model.onnx", load_external_data=False).graph
+    padded = -(-size // 64) * 64
+    integers = (1200 * size, 1200 * padded) if bits == 8 else (1200 * padded // 2,)  # bytes, without high bits
+    assert sum(np.prod(tensor.dims) in integers for tensor in graph.initializer) == (1 if tied else 2)
+    compare(tmp_path / "model.gguf", tmp_path / "folder", 0.05)
+    _, weights = read_gguf(tmp_path / "model.gguf")
+    np.testing.assert_array_equal(rows_of(tmp_path / "folder", config), weights["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("requantize", "layers", "atol"), [("int4", {4}, 0.3), ("int5", {4, 5}, 0.2), ("int6", {4, 5, 6}, 0.1)]
+)
+def test_requantize(tmp_path: Path, requantize: str, layers: set[int], atol: float, tied: bool) -> None:
+    """Weights of as many bits are rounded, table and head to Q6_K."""
+    config = replace(CONFIGS["llama"], vocab_size=1200, tie_word_embeddings=tied)
+    write(tmp_path / "model.gguf", config, table="Q8_0", kinds=MIXED)
+    report = ortolan.import_gguf(tmp_path / "model.gguf", tmp_path / "folder", requantize=requantize)
+    graph = onnx.load(tmp_path / "folder/model.onnx", load_external_data=False).graph
+    found = {node.name: {one.name: one.i for one in node.attribute} for node in graph.node if node.op_type in OPS}
+    head = found.pop("/lm_head/MatMul")
+    assert (head["bits"], head["subgroup_zero_point"], head["subgroup_scale_bits"]) == (6, 32, 8)
+    assert {one["bits"] for one in found.values()} == layers
+    assert any("Q8_0" in note and "-> 6 bits in groups of 16, relative error" in note for note in report.notes)
+    assert any("Q4_1" in note and ("exact" in note) == (requantize != "int4") for note in report.notes)
+    compare(tmp_path / "model.gguf", tmp_path / "folder", atol)
+    _, weights = read_gguf(tmp_path / "model.gguf")
+    rows, table = rows_of(tmp_path / "folder", config), weights["model.embed_tokens.weight"]
+    assert 0.01 < np.linalg.norm(rows - table) / np.linalg.norm(table) < 0.03
 
 
 def test_sizes(tmp_path: Path) -> None:
@@ -204,6 +245,8 @@ def test_configurations(tmp_path: Path) -> None:
 
 def test_refused_before_anything_is_written(tmp_path: Path) -> None:
     path, folder = tmp_path / "model.gguf", tmp_path / "folder"
+    with pytest.raises(ortolan.ArgumentError, match="requantize is 'int8', expected one of 'int4', 'int5', 'int6'"):
+        ortolan.import_gguf(path, folder, requantize="int8")
     write(path, replace(CONFIGS["llama"], head_dim=8))
     with pytest.raises(
         ModelBuildError, match="has a head size of 8, expected a multiple of 16 for GroupQueryAttention"

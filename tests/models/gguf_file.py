@@ -130,6 +130,29 @@ SANDWICH = {
 }
 
 
+# Types that the package gguf cannot quantize to: bytes per block of 256 weights, byte offsets of its float16 values.
+K_BLOCKS = {
+    "Q2_K": (84, (80, 82)),
+    "Q3_K": (110, (108,)),
+    "Q4_K": (144, (0, 2)),
+    "Q5_K": (176, (0, 2)),
+    "Q6_K": (210, (208,)),
+}
+
+
+def quantized(weight, kind):
+    """Return a weight [n, k] in a type of GGUF. Types of K_BLOCKS have random blocks."""
+    if kind not in K_BLOCKS:
+        return gguf.quants.quantize(weight, gguf.GGMLQuantizationType[kind])
+    size, halves = K_BLOCKS[kind]
+    n, k = weight.shape
+    seed = weight[0, :4].view(np.uint32)  # other blocks for other weights
+    blocks = np.random.default_rng(seed).integers(0, 256, (n, k // 256, size), np.uint8)
+    for place in halves:
+        blocks[..., place : place + 2] = np.array([3e-3], np.float16).view(np.uint8)
+    return blocks.reshape(n, -1)
+
+
 def write(
     path,
     config=CONFIG,
@@ -187,8 +210,7 @@ def write(
             is_table = name in ("token_embd.weight", "output.weight")
             kind = table if is_table else kinds[count % len(kinds)]
             count += not is_table
-        stored = gguf.quants.quantize(array, gguf.GGMLQuantizationType[kind])
-        writer.add_tensor(name, stored, raw_dtype=gguf.GGMLQuantizationType[kind])
+        writer.add_tensor(name, quantized(array, kind), raw_dtype=gguf.GGMLQuantizationType[kind])
     for name, array in (tensors or {}).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()

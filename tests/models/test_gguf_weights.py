@@ -4,35 +4,20 @@ import numpy as np
 import pytest
 
 from ortolan.graph_passes.files.spill import TensorSpill
+from ortolan.graph_passes.weights.quantizers.grid import Quantization
+from ortolan.graph_passes.weights.quantizers.k_quants import Q6_K
 from ortolan.models.gguf.file import StoredWeight
 from ortolan.models.gguf.weights import join_quantized, keep_gguf_weight
 from ortolan.models.graph_builder import ModelBuildError
 
-gguf = pytest.importorskip("gguf")
+from .gguf_file import quantized
 
-# Bytes per block of 256 weights, and byte offsets of its float16 values.
-K_BLOCKS = {
-    "Q2_K": (84, (80, 82)),
-    "Q3_K": (110, (108,)),
-    "Q4_K": (144, (0, 2)),
-    "Q5_K": (176, (0, 2)),
-    "Q6_K": (210, (208,)),
-}
 RNG = np.random.default_rng(0)
 WEIGHT = (RNG.standard_normal((48, 512)) * RNG.uniform(0.01, 0.1, (48, 1))).astype(np.float32)
 
 
 def stored(kind, weight=WEIGHT):
-    """Return a weight of this type. K types have random blocks, because the package gguf cannot quantize to them."""
-    if kind not in K_BLOCKS:
-        data = gguf.quants.quantize(weight, gguf.GGMLQuantizationType[kind])
-        return StoredWeight("layer", kind, weight.shape, data)
-    size, halves = K_BLOCKS[kind]
-    n, k = weight.shape
-    blocks = np.random.default_rng(1).integers(0, 256, (n, k // 256, size), np.uint8)
-    for place in halves:
-        blocks[..., place : place + 2] = np.array([3e-3], np.float16).view(np.uint8)
-    return StoredWeight("layer", kind, weight.shape, blocks.reshape(n, -1))
+    return StoredWeight("layer", kind, weight.shape, quantized(weight, kind))
 
 
 def take(weight, folder, **options):
@@ -100,23 +85,39 @@ def test_rows_that_end_in_half_a_group(tmp_path):
     assert taken.error < 0.006
 
 
-def test_tables_become_8_bits(tmp_path):
-    weight = stored("Q4_1")
-    taken = take(weight, tmp_path, eight_bits=True)
-    assert taken.quantized.bits == 8 and 0 < taken.error < 0.006
-    for kind in ("Q8_0", "Q5_0", "Q4_0"):
-        weight = stored(kind)
-        taken = take(weight, tmp_path, eight_bits=True)
-        assert taken.quantized.bits == 8 and taken.quantized.symmetric and taken.error == 0
-        np.testing.assert_array_equal(taken.quantized.matrix().T, weight.floats())
+def subgroups(bits):
+    return Quantization(bits, 256, symmetric=False, subgroup_size=16)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "most"), [(subgroups(4), 0.08), (subgroups(5), 0.04), (subgroups(6), 0.025), (Q6_K, 0.022)]
+)
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_rounding_on_request(tmp_path, kind, wanted, most):
+    weight = stored(kind, WEIGHT[:, :352])  # the last group and its last subgroups are incomplete
+    taken = take(weight, tmp_path, wanted=wanted)
+    found = taken.quantized
+    assert (found.bits, found.group_size, found.subgroup_size) == (wanted.bits, 256, 16)
+    assert found.k_quant_zero == wanted.k_quant_zero
+    exact = weight.floats()
+    error = np.linalg.norm(found.matrix().T - exact) / np.linalg.norm(exact)
+    assert taken.error == pytest.approx(error, rel=1e-3) and most / 2 < error < most
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("Q4_0", 4), ("Q3_K", 4), ("Q5_1", 5), ("Q5_K", 5), ("Q6_K", 6)])
+def test_weights_of_fewer_bits_than_wanted_stay(tmp_path, kind, bits):
+    assert take(stored(kind), tmp_path, wanted=subgroups(bits)).error > 0
+    for wanted in (Q6_K, *map(subgroups, range(bits + 1, 7))):
+        assert take(stored(kind), tmp_path, wanted=wanted).error == 0
 
 
 def test_small_and_zero_weights(tmp_path):
     weight = np.zeros((2, 64), np.float32)
     weight[0, :32] = np.linspace(-1e-7, 1e-7, 32)
-    found = take(stored("F32", weight), tmp_path).quantized.matrix().T
-    np.testing.assert_allclose(found, weight, atol=3.1e-8)
-    assert not found[1].any()
+    for wanted in (None, Q6_K, subgroups(4)):
+        found = take(stored("F32", weight), tmp_path, wanted=wanted).quantized.matrix().T
+        np.testing.assert_allclose(found, weight, atol=3.1e-8)
+        assert not found[1].any()
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q8_0"])
@@ -133,6 +134,9 @@ def test_floats_that_are_not_finite(tmp_path, bad):
     weight[3, 5] = bad
     with pytest.raises(ModelBuildError, match="tensor 'layer' holds NaN, infinity or weights that are too large"):
         take(stored("F32", weight), tmp_path)
+    if not np.isfinite(bad):
+        with pytest.raises(ModelBuildError, match="tensor 'layer' \\(F32\\) holds NaN or infinity"):
+            take(stored("F32", weight), tmp_path, wanted=Q6_K)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q5_1", "Q6_K"])

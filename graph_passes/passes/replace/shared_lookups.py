@@ -19,6 +19,7 @@ from ...operators import w4a8_matmul_function as w4a8
 from ...operators import w8a8_matmul_function as w8a8
 from ...operators.embedding import StoredEmbedding
 from ...operators.nodes import input_of, nodes_of
+from ...operators.w4a8_matmul import quantization_of
 from ..context import PassContext
 
 _LOOKUP = "GatherBlockQuantized"
@@ -85,11 +86,7 @@ def read_shared_tables(model: ir.Model, context: PassContext, op_type: str, tabl
         if head is None or op_type not in (w4a8.OP_TYPE, w8a8.OP_TYPE):
             continue
         inputs = w4a8.INPUTS if op_type == w4a8.OP_TYPE else w8a8.INPUTS
-        weights, scales = (input_of(head, inputs, name) for name in ("weights", "scales"))
-        if weights is None or scales is None:
-            continue
-        if op_type == w4a8.OP_TYPE and any(input_of(head, inputs, name) for name in ("minimums", "subgroup_scales")):
-            continue
+        constants = {name: value for name in inputs[1:] if (value := input_of(head, inputs, name)) is not None}
         name = table.lookups[0].name or ""
         stored = StoredEmbedding(
             name=name,
@@ -98,9 +95,9 @@ def read_shared_tables(model: ir.Model, context: PassContext, op_type: str, tabl
             bits=table.bits,
             group_size=head.attributes["group_size"].as_int(),
             dtype=table.head.dtype,
-            q=weights,
-            scales=scales,
-            zero_points=input_of(head, inputs, "zero_points") if op_type == w4a8.OP_TYPE else None,
+            q=constants["weights"],
+            scales=constants["scales"],
+            zero_points=None,
             as_bf16=b"",
         )
         stored.add_lookups(table.lookups)
@@ -109,8 +106,7 @@ def read_shared_tables(model: ir.Model, context: PassContext, op_type: str, tabl
             return context.new_name(model, wanted)
 
         if op_type == w8a8.OP_TYPE:
-            stored.read_groups(weights, scales, model.graph, new_name)
+            stored.read_groups(constants["weights"], constants["scales"], model.graph, new_name)
         else:
-            steps = head.attributes["zero_point_steps"].as_int()
-            stored.read_int4_groups(weights, scales, steps, model.graph, new_name)
+            stored.read_few_bits(constants, quantization_of(head), model.graph, new_name)
         context.note(f"word embedding {name!r} is read from the weight of {head.name!r}, its tied head")
