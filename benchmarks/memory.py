@@ -13,10 +13,11 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -25,6 +26,7 @@ _HIDDEN, _INTERMEDIATE, _VOCABULARY = 1024, 2816, 8192
 _LAYER_BYTES = 4 * (2 * _HIDDEN * _HIDDEN + 2 * _HIDDEN * _HIDDEN // 4 + 3 * _HIDDEN * _INTERMEDIATE)
 _TOKENS = 256
 _MEGABYTE = 1e6
+_INTERVAL = 0.02  # seconds between samples
 
 
 def write_model(path: Path, gigabytes: float) -> int:
@@ -72,6 +74,37 @@ def memory_of(pid: int) -> tuple[float, float]:
     return kilobytes["RssAnon"] * 1024 / _MEGABYTE, kilobytes["VmRSS"] * 1024 / _MEGABYTE
 
 
+class PeakMemory:
+    """The peak memory of another process in MB while the context is open; 0 where the system does not tell it.
+
+    Attributes:
+        anonymous: Memory that the process allocated.
+        resident: With pages of files that are in memory.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.anonymous = self.resident = 0.0
+        self._pid = pid
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        with suppress(OSError):  # the process has ended
+            while True:
+                anonymous, resident = memory_of(self._pid)
+                self.anonymous, self.resident = max(self.anonymous, anonymous), max(self.resident, resident)
+                if self._closed.wait(_INTERVAL):
+                    return
+
+
 def measure(model: Path, output: Path, recipe: str) -> dict[str, Any]:
     """Optimize in a child process.
 
@@ -84,15 +117,9 @@ def measure(model: Path, output: Path, recipe: str) -> dict[str, Any]:
     )
     start = time.perf_counter()
     child = subprocess.Popen([sys.executable, "-c", code, model, output, recipe])
-    anonymous = resident = 0.0
     try:
-        while child.poll() is None:
-            try:
-                now = memory_of(child.pid)
-            except OSError:
-                continue
-            anonymous, resident = max(anonymous, now[0]), max(resident, now[1])
-            time.sleep(0.02)
+        with PeakMemory(child.pid) as peak:
+            child.wait()
     finally:
         child.kill()
         child.wait()
@@ -100,8 +127,8 @@ def measure(model: Path, output: Path, recipe: str) -> dict[str, Any]:
         raise subprocess.CalledProcessError(child.returncode, recipe)
     return {
         "recipe": recipe,
-        "anonymous_mb": round(anonymous),
-        "resident_mb": round(resident),
+        "anonymous_mb": round(peak.anonymous),
+        "resident_mb": round(peak.resident),
         "seconds": round(time.perf_counter() - start),
     }
 

@@ -54,6 +54,11 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         self.restart()
 
+    @property
+    def pid(self) -> int:
+        """The process, which is started if necessary."""
+        return (self._process or self._start()).pid
+
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         """Send a request and return its answer.
 
