@@ -259,8 +259,7 @@ def keep_gguf_weight(stored: StoredWeight, spill: TensorSpill, wanted: Quantizat
         rounded = _round_to(stored, spill, wanted)
         return KeptWeight(stored, rounded, _error(stored, rounded))
     if found is None:
-        rounded = _round(stored, spill)
-        return KeptWeight(stored, rounded, _error(stored, rounded))
+        return _round(stored, spill)
     quantized = _as_stored(stored, found)
     _check_finite(stored, quantized)
     return KeptWeight(stored, quantized, 0.0)
@@ -384,23 +383,31 @@ def _check_finite(stored: StoredWeight, quantized: QuantizedWeight) -> None:
             )
 
 
-def _round(stored: StoredWeight, spill: TensorSpill) -> QuantizedWeight:
+def _round(stored: StoredWeight, spill: TensorSpill) -> KeptWeight:
+    """Round a weight to 8 bits, some rows at a time."""
     n, k = stored.shape
     groups = -(-k // GROUP)
     q, scales = np.empty((k, n), np.int8), np.empty((groups, n), np.float16)
+    squares = lost = 0.0
     for start in range(0, n, stored.rows_at_once):
         stop = min(n, start + stored.rows_at_once)
         part = np.zeros((stop - start, groups * GROUP), np.float32)
         part[:, :k] = stored.floats(start, stop)
-        integers, found = _round_groups(part.reshape(stop - start, groups, GROUP), stored.name)
+        exact = part.reshape(stop - start, groups, GROUP)
+        integers, found = _round_groups(exact, stored.name)
         q[:, start:stop] = integers.reshape(stop - start, -1)[:, :k].T
         scales[:, start:stop] = found.T
-    return QuantizedWeight(
+        difference = integers * found.astype(np.float32)[..., None] - exact
+        squares += float(np.vdot(exact, exact))
+        lost += float(np.vdot(difference, difference))
+    error = (lost / squares) ** 0.5 if squares else 0.0
+    rounded = QuantizedWeight(
         8,
         GROUP,
         spill.add(f"{stored.name}.q", q, ir.DataType.INT8),
         spill.add(f"{stored.name}.scales", scales, ir.DataType.FLOAT16),
     )
+    return KeptWeight(stored, rounded, error if error > _NEGLIGIBLE else 0.0)
 
 
 def _round_to(stored: StoredWeight, spill: TensorSpill, wanted: Quantization) -> QuantizedWeight:
@@ -452,18 +459,3 @@ def _round_groups(groups: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray
         least, scales = np.where(better, loss, least), np.where(better, scale, scales)
         np.copyto(q, found.astype(np.int8), where=better[..., None])
     return q, scales
-
-
-def _error(stored: StoredWeight, quantized: QuantizedWeight) -> float:
-    matrix = quantized.matrix()
-    squares = lost = 0.0
-    for start in range(0, stored.shape[0], stored.rows_at_once):
-        exact = stored.floats(start, start + stored.rows_at_once)
-        part = matrix[:, start : start + len(exact)].T
-        squares += float(np.vdot(exact, exact))
-        difference = part - exact
-        lost += float(np.vdot(difference, difference))
-    if not np.isfinite(squares):
-        raise ModelBuildError(f"tensor {stored.name!r} ({stored.kind}) holds NaN or infinity")
-    error = (lost / squares) ** 0.5 if squares else 0.0
-    return error if error > _NEGLIGIBLE else 0.0
