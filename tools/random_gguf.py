@@ -205,6 +205,12 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Path, vocabulary: int) ->
         writer.add_chat_template(str(fields["tokenizer.chat_template"]))
 
 
+def write_shape(name: str, path: Path, weights: str) -> None:
+    """Write the file of a shape in SHAPES."""
+    folder = get_model(_TOKENIZER).onnx.parent  # has the GGUF file that the model was made from
+    write_random_gguf(SHAPES[name], name, path, next(folder.glob("*.gguf")), weights)
+
+
 def main() -> None:
     """Read the command line and write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -212,9 +218,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--type", default="Q4_0", choices=TYPES)
     options = parser.parse_args()
-    folder = get_model(_TOKENIZER).onnx.parent  # has the GGUF file that the model was made from
-    tokenizer = next(folder.glob("*.gguf"))
-    write_random_gguf(SHAPES[options.shape], options.shape, options.file, tokenizer, options.type)
+    write_shape(options.shape, options.file, options.type)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 
 from ortolan.errors import OrtolanError
 from tests.benchmarks.checkout import ENVIRONMENT
-from tools.peers import environments, names, page, pictures, site
+from tools.peers import environments, freshness, names, page, pictures, site
 from tools.peers.comparison import outrun_by
 from tools.peers.configuration import speed_of
 from tools.peers.result import PeersResult, Row, Speed
@@ -21,6 +21,9 @@ from tools.peers.verdict import (
     ENCODERS,
     LAYERS,
     RULES,
+    SECTIONS,
+    SERVING,
+    SIZES,
     SPARSE_ENCODERS,
     changes,
     goal_of,
@@ -40,7 +43,8 @@ def row(
     made = Row(
         section, "a model", name, "ortolan" if ours else name.split()[0], ours, "call()", {"package": "1.0"}, 10.0
     )
-    return replace(made, quality=measured, speeds=timed, **others)
+    code = freshness.digest_of(section) if ours else None
+    return replace(made, **{"quality": measured, "speeds": timed, "code": code, **others})
 
 
 def result_of(*rows: Row) -> PeersResult:
@@ -222,10 +226,55 @@ def test_a_result_with_nothing_to_draw_is_refused(tmp_path):
         pictures.draw_all(result_of(), tmp_path)
 
 
+def without_marks(text: str) -> str:
+    """Return a page without the marks of rows that are older than the code, and without their explanation."""
+    return text.replace(page.EXPLANATION, "").replace(freshness.MARK, "")
+
+
+def test_older_rows_are_marked_and_measured_again():
+    steps = {"section": DECODERS, "works": ("decode",)}
+    old, new = row("our int8", 19.9, 30, code="0123", **steps), row("our int4", 19.9, 31, **steps)
+    peer = row("ORT fp32", 19.8, 20, **steps)
+    text = page.write(result_of(new, old, peer))
+    assert f"**our int8{freshness.MARK}**" in text and "**our int4**" in text and page.EXPLANATION in text
+    assert page.EXPLANATION not in page.write(result_of(new, peer))
+    group = (DECODERS, "a model")
+    assert freshness.timed(result_of(new, peer)) == {group: {1}} and freshness.timed(result_of(new, old)) == {}
+    kept = result_of(new, replace(old, model="another"), row("our int8", 0.99, 30))
+    kept.left_out = ["decoders, another: peer: none", "decoders, a model: peer: none"]
+    kept.drop(*group)
+    assert [one.model for one in kept.rows] == ["another", "a model"]
+    assert kept.left_out == ["decoders, another: peer: none"]
+
+
+def test_a_digest_changes_with_its_sources_alone(monkeypatch, tmp_path):
+    assert set(freshness.SOURCES) == set(SECTIONS)
+    folders = {folder for folders in freshness.SOURCES.values() for folder in folders}
+    for folder in folders:
+        assert any((ROOT / folder).glob("*.*")), folder
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.setattr(freshness, "_ROOT", tmp_path)
+
+    def digests() -> dict[str, str]:
+        freshness.digest_of.cache_clear()
+        return {section: freshness.digest_of(section) for section in SECTIONS}
+
+    try:
+        empty = digests()
+        (tmp_path / "src/ortolan/engine/step.py").touch()
+        (tmp_path / "ops/isa/README.md").touch()
+        changed = digests()
+    finally:
+        freshness.digest_of.cache_clear()
+    assert {section for section in SECTIONS if empty[section] != changed[section]} == {SERVING, SIZES}
+
+
 def test_the_committed_pages_and_pictures_show_the_committed_data():
     pages = site.pages(ROOT / "docs")
     assert len(pages) >= 4
-    assert {path: path.read_text(encoding="utf-8") for path in pages} == pages
+    # Marks of rows that are older than the code depend on the checkout. `tools.peers.site` renews them.
+    written = {path: without_marks(path.read_text(encoding="utf-8")) for path in pages}
+    assert written == {path: without_marks(text) for path, text in pages.items()}
     for path in site.data_files(ROOT / "docs"):
         result = site.read(path)
         for name in pictures.PICTURES:
@@ -279,7 +328,7 @@ def test_an_environment_that_cannot_be_made_says_why_and_is_tried_again(monkeypa
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("decoder",), "expected encoders, sparse encoders, decoders, layers, serving; found 'decoder'"),
+        (("decoder",), "expected encoders, sparse encoders, decoders, layers, serving, sizes; found 'decoder'"),
         (("--peer", "tensorflow"), "invalid choice: 'tensorflow'"),
         (("--sts", "none.csv"), "--sts: file 'none.csv' does not exist"),
         (("--from", "none.json"), "--from: file 'none.json' does not exist"),

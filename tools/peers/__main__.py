@@ -1,4 +1,4 @@
-"""Compare Ortolan with other runtimes on one machine: encoders, sparse encoders, decoders, layers, serving.
+"""Compare Ortolan with other runtimes on one machine: encoders, sparse encoders, decoders, layers, serving, sizes.
 
 python -m tools.peers [SECTION …] [--peer NAME … | all | none] [--model NAME …] [--work NAME …]
     [--threads 1 2] [--seconds 20] [--sts sts-dev.csv] [--text wikitext2_valid.txt] [--json FILE.json]
@@ -12,7 +12,8 @@ runtime that cannot be installed or refuses a model is left out, and the result 
 
 Each configuration is a process; all are pinned to the same CPUs and timed in turns. With --json, the rows of a model
 are written as soon as they are complete. Models that the file already has with these threads are not measured again, so
-an interrupted run can be continued, and one result can be made by several commands.
+an interrupted run can be continued, and one result can be made by several commands. Models whose rows are older than
+Ortolan's code are measured again.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from rich.table import Table
 from ortolan.engine.model import CacheType
 from ortolan.errors import OrtolanError
 
-from . import decoders, encoders, layers, serving, serving_table, sparse_encoders
+from . import decoders, encoders, freshness, layers, serving, serving_table, sizes, sparse_encoders
 from .comparison import ARRIVALS, CACHE_TYPES, REQUESTS, Job
 from .environments import ASKED_FOR, REQUIREMENTS, make_environment
 from .result import PeersResult, Row
-from .verdict import DECODERS, ENCODERS, LAYERS, SECTIONS, SERVING, SPARSE_ENCODERS, changes, verdicts
+from .verdict import DECODERS, ENCODERS, LAYERS, SECTIONS, SERVING, SIZES, SPARSE_ENCODERS, changes, verdicts
 
 _ALL, _NONE = "all", "none"
 _INTERRUPTED = 130
@@ -48,6 +49,7 @@ MEASURE: Mapping[str, Callable[[Job, PeersResult], None]] = {
     DECODERS: decoders.measure,
     LAYERS: layers.measure,
     SERVING: serving.measure,
+    SIZES: sizes.measure,
 }
 
 
@@ -192,7 +194,7 @@ def measure(arguments: argparse.Namespace, result: PeersResult) -> None:
             tuple(dict.fromkeys(arguments.cache_type)),
             tuple(arguments.model) if arguments.model else None,
             tuple(arguments.work) if arguments.work else None,
-            result.timed(),
+            freshness.timed(result),
             lambda: save(result, arguments.json),
         )
         for section in arguments.sections or SECTIONS:
@@ -212,12 +214,12 @@ def seen_from(page: Path, path: Path | None) -> str | None:
     return None if path is None else Path(os.path.relpath(path, page.parent)).as_posix()
 
 
-def serving_table_of(rows: Sequence[Row]) -> Table:
-    """Return the table of decoders that serve requests."""
-    table = Table(title="Serving", title_justify="left")
-    for column in serving_table.columns():
+def table_of(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
+    """Return a table for the terminal."""
+    table = Table(title=title, title_justify="left")
+    for column in columns:
         table.add_column(column)
-    for cells in serving_table.lines(rows):
+    for cells in lines:
         table.add_row(*cells)
     return table
 
@@ -244,7 +246,10 @@ def show(result: PeersResult, arguments: argparse.Namespace) -> None:
         )
     console.print(table)
     if served := [row for row in result.rows if row.section == SERVING]:
-        console.print(serving_table_of(served))
+        console.print(table_of("Serving", serving_table.columns(), serving_table.lines(served)))
+    for (section, model), rows in result.groups().items():
+        if section == SIZES:
+            console.print(table_of(f"Sizes: {model}", sizes.columns(), sizes.lines(rows)))
     for reason in result.left_out:
         console.print(f"left out: {reason}", markup=False)
     if arguments.compare:

@@ -115,6 +115,8 @@ def compare(
         if reason not in result.left_out:
             result.left_out.append(reason)
 
+    if (section, model) not in job.done:  # its rows, if any, are older than the code
+        result.drop(section, model)
     threads_left = job.threads_left(section, model)
     with ExitStack() as stack:
         found: dict[str, tuple[Runner, Row]] = {}

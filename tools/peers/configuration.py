@@ -7,13 +7,17 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
+from ortolan.benchmarks.memory import PeakMemory
+
 from ..workers.process import Worker, WorkerError, cpus_to_use
+from .freshness import digest_of
 from .result import Row, Speed
 
 WORKERS = Path(__file__).parent.with_name("workers")
@@ -76,14 +80,20 @@ class Runner:
         Raises:
             WorkerError: The engine cannot convert the model.
         """
-        one = self.configuration
-        made = self._start(threads).ask(
-            "make", engine=one.engine, model=str(one.model), folder=tempfile.mkdtemp(dir=self._folder),
-            options=dict(one.options),
-        )  # fmt: skip
+        one, folder = self.configuration, tempfile.mkdtemp(dir=self._folder)
+        began, worker = perf_counter(), self._start(threads)
+        with PeakMemory(worker.pid) as peak:
+            made = worker.ask("make", engine=one.engine, model=str(one.model), folder=folder, options=dict(one.options))
+        seconds, converted = perf_counter() - began, any(Path(folder).iterdir())
         self._opened = made["opened"]
         self.close()  # so that the peak memory excludes the conversion
-        return Row(section, model, one.name, one.engine, one.ours, made["call"], made["versions"], made["megabytes"])
+        return Row(
+            section, model, one.name, one.engine, one.ours, made["call"], made["versions"], made["megabytes"],
+            make_seconds=seconds if converted else None,
+            make_megabytes=peak.anonymous or None if converted else None,
+            measured=date.today().isoformat(),
+            code=digest_of(section) if one.ours else None,
+        )  # fmt: skip
 
     def open(self, threads: int, work: Mapping[str, Any]) -> tuple[float, float | None]:
         """Open the model in a new process.

@@ -29,6 +29,10 @@ MODELS: Mapping[str, str] = {
     "all-mpnet-base-v2": "all-mpnet-base-v2",
     "smollm2-135m-instruct": "SmolLM2-135M-Instruct",
     "stories15m": "stories15M",
+    "qwen2.5-0.5b": "Qwen2.5-0.5B",
+    "qwen2.5-1.5b": "Qwen2.5-1.5B",
+    "qwen3-4b": "Qwen3-4B",
+    "llama-3-8b": "Llama-3.1-8B",
 }
 # Maps a feature in a name returned by `cpu_name` to its label, the best feature first.
 _FEATURES = {"amx": "AMX", "avx512": "AVX-512", "avx2": "AVX2"}

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from ortolan.errors import OrtolanError
 
-from . import serving_table
+from . import serving_table, sizes
+from .freshness import MARK, is_stale, marked
 from .names import MODELS, cpu_label, form_label
 from .result import PeersResult, Row, works_of
-from .verdict import SECTIONS, SERVING, Verdict, verdicts
+from .verdict import SECTIONS, SERVING, SIZES, Verdict, verdicts
 
 try:
     import jinja2
@@ -23,6 +24,7 @@ PICTURE_TEXTS: Mapping[str, str] = {
     "context": "Decoding speed by context length",
     "shapes": "Encoder speed by batch shape",
 }
+EXPLANATION = f" {MARK}: older than Ortolan's code."
 _DIGITS = {"cosine": 4, "Spearman": 4, "perplexity": 2, "error": 4}
 
 
@@ -44,6 +46,8 @@ def write(result: PeersResult, data: str | None = None, folder: str | None = Non
 
     data, folder: The result's file and the folder of pictures, relative to the page; None for no links or pictures.
     """
+    stale = any(map(is_stale, result.rows))
+    result = marked(result)
     found = [one for one in verdicts(result) if one.threads is not None]
     compared = sorted((one for one in found if one.ratio is not None), key=lambda one: (one.ratio or 0.0) >= 1.0)
     sections = [section for section in SECTIONS if any(row.section == section for row in result.rows)]
@@ -55,6 +59,7 @@ def write(result: PeersResult, data: str | None = None, folder: str | None = Non
             "cpu": cpu_label(result.cpu),
             "data": data,
             "several": several,
+            "explanation": EXPLANATION if stale else "",
             "folder": folder,
             "pictures": PICTURE_TEXTS,
             "compared": [_compared_cells(one, several) for one in compared],
@@ -96,12 +101,22 @@ def _form(row: Row) -> str:
 
 def _groups(result: PeersResult, section: str) -> dict[str, tuple[list[str], list[list[str]]]]:
     """Return by model the columns and rows of its table."""
-    table = _serving_table if section == SERVING else _table
-    return {_model(model): table(rows) for (one, model), rows in result.groups().items() if one == section}
+    tables = {
+        SERVING: lambda rows: (serving_table.columns(), serving_table.lines(rows)),
+        SIZES: lambda rows: (sizes.columns(), sizes.lines(rows)),
+    }
+    table = tables.get(section, _table)
+    return {
+        _model(model) + _later(result, rows): table(rows)
+        for (one, model), rows in result.groups().items()
+        if one == section
+    }
 
 
-def _serving_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    return serving_table.columns(), serving_table.lines(rows)
+def _later(result: PeersResult, rows: Sequence[Row]) -> str:
+    """Return the date of rows that were measured after the result was begun."""
+    last = max((row.measured or result.date for row in rows), default=result.date)
+    return f", {last}" if last > result.date else ""
 
 
 def _table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:

@@ -47,6 +47,9 @@ class Row:
 
     Rows are compared within `section` and `model`. `quality` maps measures to values (see verdict.py). `load_seconds`
     is the time from opening the file to the first answer, `peak_megabytes` the process's peak memory until then.
+    `make_seconds` and `make_megabytes` are the time of the conversion, from the start of its process, and its peak of
+    anonymous memory; None if the engine reads the file as it is. `measured` is the date, and `code` the digest of the
+    code (freshness.py); old files have neither.
     """
 
     section: str
@@ -59,6 +62,10 @@ class Row:
     megabytes: float
     load_seconds: float | None = None
     peak_megabytes: float | None = None
+    make_seconds: float | None = None
+    make_megabytes: float | None = None
+    measured: str | None = None
+    code: str | None = None
     quality: dict[str, float] = field(default_factory=dict)
     speeds: list[Speed] = field(default_factory=list)
     measures: list[Measure] = field(default_factory=list)
@@ -141,6 +148,11 @@ class PeersResult:
             return one
         self.rows.append(row)
         return row
+
+    def drop(self, section: str, model: str) -> None:
+        """Remove the rows of a model, and the reasons for missing ones."""
+        self.rows = [row for row in self.rows if (row.section, row.model) != (section, model)]
+        self.left_out = [reason for reason in self.left_out if not reason.startswith(f"{section}, {model}: ")]
 
     def timed(self) -> dict[tuple[str, str], frozenset[int]]:
         """Return the numbers of threads that each (section, model) was timed with."""

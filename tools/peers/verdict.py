@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from .result import PeersResult, Row, Speed, works_of
 
 ENCODERS, SPARSE_ENCODERS, DECODERS, LAYERS = "encoders", "sparse encoders", "decoders", "layers"
-SERVING = "serving"
-SECTIONS = (ENCODERS, SPARSE_ENCODERS, DECODERS, LAYERS, SERVING)
+SERVING, SIZES = "serving", "sizes"
+SECTIONS = (ENCODERS, SPARSE_ENCODERS, DECODERS, LAYERS, SERVING, SIZES)
 
 LONG_STEP = "step at 16384"
 COSINE = 0.99  # to the fp32 vectors: encoders at or above it count as equal; Ortolan rows below it are not compared
@@ -56,6 +56,7 @@ RULES: Mapping[str, Rule] = {
     SPARSE_ENCODERS: _ENCODER_RULE,
     DECODERS: _DECODER_RULE,
     SERVING: _DECODER_RULE,
+    SIZES: _DECODER_RULE,
     LAYERS: Rule(
         "error",
         lambda ours: True,
@@ -73,6 +74,8 @@ def goal_of(section: str, work: str) -> float:
         return 2.5
     if section == DECODERS:
         return 3.0 if work == LONG_STEP else 1.5 if work.startswith("prompt") else 1.3
+    if section == SIZES:
+        return 2.0 if work.startswith("prompt") else 1.4 if work == "decode" else 1.5
     if section == SERVING:
         return 1.5 if work.endswith("whole") else 1.0
     return 1.0
