@@ -65,7 +65,8 @@ def _widths(x: np.ndarray) -> np.ndarray:
         better = loss < least
         np.copyto(best, width, where=better)
         np.copyto(least, loss, where=better)
-    return best
+    found: np.ndarray = best
+    return found
 
 
 def _nearest(x: np.ndarray, width: np.ndarray) -> np.ndarray:
