@@ -38,7 +38,7 @@ from ortolan.errors import OrtolanError
 from . import decoders, encoders, freshness, layers, serving, serving_table, sizes, sparse_encoders
 from .comparison import ARRIVALS, CACHE_TYPES, REQUESTS, Job
 from .environments import ASKED_FOR, REQUIREMENTS, make_environment
-from .result import PeersResult, Row
+from .result import PeersResult
 from .verdict import DECODERS, ENCODERS, LAYERS, SECTIONS, SERVING, SIZES, SPARSE_ENCODERS, changes, verdicts
 
 _ALL, _NONE = "all", "none"
