@@ -54,7 +54,7 @@ def check_weights(weights: Mapping[str, Weight], expected: Mapping[str, Shape]) 
 def lazy_weight(compute: Callable[[], np.ndarray], shape: Sequence[int]) -> ir.LazyTensor:
     """Return a float32 weight of this shape that is computed anew each time it is read."""
     return ir.LazyTensor(
-        lambda: ir.Tensor(np.ascontiguousarray(compute(), np.float32)),
+        lambda: ir.Tensor(np.asarray(compute(), np.float32)),  # a transpose of gigabytes is not copied
         dtype=ir.DataType.FLOAT,
         shape=ir.Shape(shape),
     )

@@ -11,7 +11,6 @@ import onnx_ir as ir
 
 from ..files.model_file import release_maps
 from ..weights.quantizers.grid import Quantization, QuantizedMatrix, dequantize
-from .constants import lazy
 
 # Limit of kInt8Bitmap and kInt4Bitmap in ops/formats: with more inputs, int32 accumulators could overflow.
 MAX_INPUTS = 1 << 17
@@ -89,4 +88,7 @@ def dequantized_tensor(weight: QuantizedWeight, transposed: bool, dtype: ir.Data
         return (matrix.T if transposed else matrix).astype(dtype.numpy(), copy=False)
 
     shape = weight.q.shape.numpy()
-    return lazy(compute, dtype, ir.Shape(shape[::-1] if transposed else shape))
+    # Not `lazy`, which would copy a transpose of gigabytes.
+    return ir.LazyTensor(
+        lambda: ir.Tensor(compute()), dtype=dtype, shape=ir.Shape(shape[::-1] if transposed else shape)
+    )

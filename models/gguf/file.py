@@ -17,7 +17,7 @@ from .header import check_header
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-_CHUNK = 1 << 24  # number of elements that are dequantized at once
+_CHUNK = 1 << 20  # number of elements that are dequantized at once, so that temporary arrays stay in the cache
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from .file import StoredWeight
 
 GROUP = 32
 _SUPER_BLOCK = 256  # number of inputs in a block of a K-quant
-_ROWS_TO_TRANSPOSE = 256
+_ROWS_TO_TRANSPOSE = 256  # at a time, so that both sides stay in the cache
 _STEPS = 127.0
 # Candidate scales, relative to the scale that maps the largest weight to the largest integer.
 _SCALE_FACTORS = tuple(1 + 0.004 * step for step in range(-4, 5))
@@ -343,8 +343,12 @@ def _as_stored(stored: StoredWeight, found: _Format) -> QuantizedWeight:
             return None
 
         def compute() -> np.ndarray:
-            array = part(stored.stored().reshape(n, -1, found.block_bytes)).reshape(n, -1)
-            return _transposed(array).astype(dtype, copy=False)  # modulo 256 for bytes
+            result = np.empty((k // inputs, n), dtype)
+            for start in range(0, n, _ROWS_TO_TRANSPOSE):
+                rows = stored.stored(start, start + _ROWS_TO_TRANSPOSE)
+                array = part(rows.reshape(len(rows), -1, found.block_bytes)).reshape(len(rows), -1)
+                result[:, start : start + len(rows)] = array.T.astype(dtype, copy=False)  # modulo 256 for bytes
+            return result
 
         return lazy(compute, ir.DataType.from_numpy(np.dtype(dtype)), ir.Shape([k // inputs, n]))
 
@@ -364,14 +368,6 @@ def _as_stored(stored: StoredWeight, found: _Format) -> QuantizedWeight:
         subgroup_size=found.subgroup,
         k_quant_zero=found.zero,
     )
-
-
-def _transposed(array: np.ndarray) -> np.ndarray:
-    """Return a contiguous transpose, copied some rows at a time, so that both sides stay in the cache."""
-    result = np.empty(array.shape[::-1], array.dtype)
-    for start in range(0, len(array), _ROWS_TO_TRANSPOSE):
-        result[:, start : start + _ROWS_TO_TRANSPOSE] = array[start : start + _ROWS_TO_TRANSPOSE].T
-    return result
 
 
 def _check_finite(stored: StoredWeight, quantized: QuantizedWeight) -> None:

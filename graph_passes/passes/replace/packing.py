@@ -170,6 +170,8 @@ def measure_packed(
     originals = [context.layers.originals.get(layer_key(linear)) for linear in linears]
     if given is None or None in originals:
         return
+    if any(weight.quantized is one for one in context.given.values()):
+        originals = [None] * len(linears)  # the packed weight is the original: no need to compute it again
     packed = {part: value.const_value for part, value in values.items() if value.const_value is not None}
 
     def measure() -> list[tuple[float, float | None]]:
@@ -195,7 +197,7 @@ def _deviations(
     columns: Sequence[slice | np.ndarray],
     name: str,
 ) -> list[tuple[float, float | None]]:
-    """Return for each layer ||XW - Y|| / ||XW|| with the packed weight W, and with the original."""
+    """Return for each layer ||XW - Y|| / ||XW|| with the packed weight W, and with the original; None: the same one."""
     x = given
     if weight.x_threshold:
         x = np.where(np.abs(given) <= np.float32(weight.x_threshold), np.float32(0), given)
@@ -208,8 +210,8 @@ def _deviations(
         )
     deviations = []
     for original, where in zip(originals, columns, strict=True):
-        assert original is not None
-        y, xw, exact = found[..., where], product[..., where], given @ original()
+        y, xw = found[..., where], product[..., where]
+        exact = xw if original is None else given @ original()
         deviations.append((_relative(y - xw, xw) or 0.0, _relative(exact - y, exact)))
     return deviations
 
