@@ -21,14 +21,13 @@ NAME = "qwen2.5-0.5b"
 def tiny(tmp_path, monkeypatch):
     """Replace the shapes by a tiny one, whose tokenizer needs no download."""
     shape = random_gguf.Shape(2, 64, 256, 4, 2, 16, 1000, tied=True)
-    shapes = {NAME: shape}
     tokenizer = tmp_path / "tokenizer.gguf"
     gguf_file.write(tokenizer, table="Q8_0")
 
     def write_shape(name, path, weights):
-        random_gguf.write_random_gguf(shapes[name], name, path, tokenizer, weights)
+        random_gguf.write_random_gguf(shape, name, path, tokenizer, weights)
 
-    monkeypatch.setattr(sizes, "SHAPES", shapes)
+    monkeypatch.setattr(sizes, "MODELS", (NAME,))
     monkeypatch.setattr(sizes, "LARGEST", NAME)
     monkeypatch.setattr(sizes, "write_shape", write_shape)
     small = [dataclasses.replace(work, count=min(work.count, 2)) for work in sizes.WORKS]

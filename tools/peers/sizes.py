@@ -18,7 +18,7 @@ import numpy as np
 
 from ortolan.benchmarks.stream_reader import StreamReader
 
-from ..random_gguf import SHAPES, write_shape
+from ..random_gguf import write_shape
 from ..workers.process import WorkerError
 from . import decoders
 from .comparison import Found, Job, LeaveOut, Work, compare, open_all
@@ -31,7 +31,8 @@ from .serving_times import Run
 from .verdict import SIZES as SECTION
 
 FORM = "Q4_K_M"
-LARGEST = "llama-3-8b"
+MODELS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen3-4b", "llama-3-8b")
+LARGEST = MODELS[-1]
 ONNX_MODEL = f"{LARGEST}, ONNX file"
 SHARE = "share of a plain read"
 DECODE = "decode"
@@ -66,7 +67,7 @@ FIRST_PROMPT, LONG_PROMPT, TOGETHER = WORKS = (Requests(1, 128, 32), Requests(1,
 
 def measure(job: Job, result: PeersResult) -> None:
     """Add the rows of every model. The files of a model are deleted before the next one."""
-    for name in SHAPES:
+    for name in MODELS:
         if job.takes_model(SECTION, name):
             with tempfile.TemporaryDirectory(dir=job.folder) as folder:
                 _compare(replace(job, folder=Path(folder)), name, result)
