@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ortolan.errors import OrtolanError
@@ -24,6 +24,7 @@ PICTURE_TEXTS: Mapping[str, str] = {
     "context": "Decoding speed by context length",
     "shapes": "Encoder speed by batch shape",
 }
+_Table = tuple[list[str], list[list[str]]]  # columns and lines
 EXPLANATION = f" {MARK}: older than Ortolan's code."
 _DIGITS = {"cosine": 4, "Spearman": 4, "perplexity": 2, "error": 4}
 
@@ -99,9 +100,9 @@ def _form(row: Row) -> str:
     return row.name.removeprefix("Ortolan").strip(", ") if row.ours else row.name
 
 
-def _groups(result: PeersResult, section: str) -> dict[str, tuple[list[str], list[list[str]]]]:
+def _groups(result: PeersResult, section: str) -> dict[str, _Table]:
     """Return by model the columns and rows of its table."""
-    tables = {
+    tables: Mapping[str, Callable[[Sequence[Row]], _Table]] = {
         SERVING: lambda rows: (serving_table.columns(), serving_table.lines(rows)),
         SIZES: lambda rows: (sizes.columns(), sizes.lines(rows)),
     }
@@ -119,7 +120,7 @@ def _later(result: PeersResult, rows: Sequence[Row]) -> str:
     return f", {last}" if last > result.date else ""
 
 
-def _table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+def _table(rows: Sequence[Row]) -> _Table:
     qualities = list(dict.fromkeys(name for row in rows for name in row.quality))
     works = works_of(rows)
     several = len({threads for _, threads in works}) > 1
