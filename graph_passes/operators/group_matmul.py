@@ -75,11 +75,12 @@ class GroupMatMul(Replacement):
         assert weight.quantized is not None and weight.quantized.group_size is not None
         group = weight.quantized.group_size
         magnitude = self.magnitude(weight)
-        product: np.ndarray = np.abs(x) @ magnitude
+        product = np.zeros((len(x), magnitude.shape[1]), np.float32)
         steps = np.zeros_like(product)
         for start in range(0, len(magnitude), group):  # x is rounded by at most half a step (ops/matmul/group_weight.h)
-            half_steps = np.abs(x[:, start : start + group]).max(axis=1, keepdims=True) / 254
-            steps += half_steps * magnitude[start : start + group].sum(axis=0)
+            inputs, part = np.abs(x[:, start : start + group]), np.abs(magnitude[start : start + group])
+            product += inputs @ part
+            steps += inputs.max(axis=1, keepdims=True) / 254 * part.sum(axis=0)
         # The product of the scales of x and W may be subnormal and flushed to 0.
         largest = self.largest if weight.quantized.subgroup_size is None else float(LARGEST_VALUE)
         if weight.quantized.k_quant_zero is not None:
@@ -89,9 +90,8 @@ class GroupMatMul(Replacement):
         return bound
 
     def magnitude(self, weight: LayerWeight) -> np.ndarray:
-        """Return for each weight the sum of the absolute values that the kernel multiplies with x, [k, n]."""
-        magnitude: np.ndarray = np.abs(weight.matrix)
-        return magnitude
+        """Return for each weight the sum of the absolute values that the kernel multiplies with x; its sign is free."""
+        return weight.matrix  # its absolute values would be a copy, of gigabytes for a head
 
     def typical_rounding(self, quantization: Quantization | None) -> float:
         """See `Replacement.typical_rounding`."""

@@ -85,10 +85,9 @@ class W4A8MatMul(GroupMatMul):
 
     def magnitude(self, weight: LayerWeight) -> np.ndarray:
         """See `GroupMatMul.magnitude`."""
-        whole = super().magnitude(weight)
         quantized = weight.quantized
         if quantized is None or quantized.group_size is None or not (quantized.minimum or quantized.fractions):
-            return whole
+            return super().magnitude(weight)
         if quantized.k_quant_zero is not None:
             # The kernel adds the products with q and those with minimums.
             shape = quantized.q.shape
@@ -101,6 +100,7 @@ class W4A8MatMul(GroupMatMul):
         if quantized.minimums is not None:
             rows += np.abs(quantized.minimums.numpy())
         quantized.release()
+        whole = np.abs(weight.matrix)
         found: np.ndarray = whole + np.repeat(rows, quantized.group_size, axis=0)[: len(whole)]
         return found
 
