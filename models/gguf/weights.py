@@ -23,7 +23,7 @@ import onnx_ir as ir
 from ortolan.graph_passes.files.spill import TensorSpill
 from ortolan.graph_passes.find.constants import lazy
 from ortolan.graph_passes.find.quantized_weight import QuantizedWeight
-from ortolan.graph_passes.weights.quantizers.grid import Quantization
+from ortolan.graph_passes.weights.quantizers.grid import Quantization, dequantize
 from ortolan.graph_passes.weights.quantizers.k_quants import round_to_q6_k
 from ortolan.graph_passes.weights.quantizers.mse import round_mse
 
@@ -256,8 +256,7 @@ def keep_gguf_weight(stored: StoredWeight, spill: TensorSpill, wanted: Quantizat
     """
     found = _FORMATS.get(stored.kind)
     if wanted is not None and not _stays(found, wanted):
-        rounded = _round_to(stored, spill, wanted)
-        return KeptWeight(stored, rounded, _error(stored, rounded))
+        return _round_to(stored, spill, wanted)
     if found is None:
         return _round(stored, spill)
     quantized = _as_stored(stored, found)
@@ -307,8 +306,7 @@ def keep_experts(
     def keep(stored: StoredWeight) -> KeptWeight:
         if len(kinds) == 1 or all_rounded:
             return keep_gguf_weight(stored, spill, wanted)
-        rounded = _round(stored, spill)
-        return KeptWeight(stored, rounded, _error(stored, rounded))
+        return _round(stored, spill)
 
     return [[keep(part.expert(e)) for e in range(part.shape[0])] for part in parts]
 
@@ -396,19 +394,25 @@ def _round(stored: StoredWeight, spill: TensorSpill) -> KeptWeight:
         difference = integers * found.astype(np.float32)[..., None] - exact
         squares += float(np.vdot(exact, exact))
         lost += float(np.vdot(difference, difference))
-    error = (lost / squares) ** 0.5 if squares else 0.0
     rounded = QuantizedWeight(
         8,
         GROUP,
         spill.add(f"{stored.name}.q", q, ir.DataType.INT8),
         spill.add(f"{stored.name}.scales", scales, ir.DataType.FLOAT16),
     )
-    return KeptWeight(stored, rounded, error if error > _NEGLIGIBLE else 0.0)
+    return KeptWeight(stored, rounded, _relative(lost, squares))
 
 
-def _round_to(stored: StoredWeight, spill: TensorSpill, wanted: Quantization) -> QuantizedWeight:
+def _relative(lost: float, squares: float) -> float:
+    error = (lost / squares) ** 0.5 if squares else 0.0
+    return error if error > _NEGLIGIBLE else 0.0
+
+
+def _round_to(stored: StoredWeight, spill: TensorSpill, wanted: Quantization) -> KeptWeight:
+    """Round a weight to 4, 5 or 6 bits, some rows at a time."""
     n, _ = stored.shape
     arrays: dict[str, np.ndarray] = {}
+    squares = lost = 0.0
     for start in range(0, n, stored.rows_at_once):
         stop = min(n, start + stored.rows_at_once)
         floats = stored.floats(start, stop)
@@ -419,11 +423,14 @@ def _round_to(stored: StoredWeight, spill: TensorSpill, wanted: Quantization) ->
         for name in ("q", "scales", "zero_points", "subgroup_scales"):
             if (part := getattr(rounded, name)) is not None:
                 arrays.setdefault(name, np.empty((len(part), n), part.dtype))[:, start:stop] = part
+        difference = dequantize(rounded, wanted.group_size, wanted.subgroup_size, wanted.k_quant_zero) - matrix
+        squares += float(np.vdot(matrix, matrix))
+        lost += float(np.vdot(difference, difference))
     tensors = {
         name: spill.add(f"{stored.name}.{name}", array, ir.DataType.from_numpy(array.dtype))
         for name, array in arrays.items()
     }
-    return QuantizedWeight(
+    kept = QuantizedWeight(
         wanted.bits,
         wanted.group_size,
         tensors["q"],
@@ -433,6 +440,7 @@ def _round_to(stored: StoredWeight, spill: TensorSpill, wanted: Quantization) ->
         subgroup_size=wanted.subgroup_size,
         k_quant_zero=wanted.k_quant_zero,
     )
+    return KeptWeight(stored, kept, _relative(lost, squares))
 
 
 def _round_groups(groups: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
