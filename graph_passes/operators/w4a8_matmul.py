@@ -155,6 +155,8 @@ def quantization_of(node: ir.Node) -> Quantization:
     minimum = input_of(node, INPUTS, "minimums") is not None
     subgroup_size = attribute("subgroup_size", 0) or None
     whole = input_of(node, INPUTS, "zero_points") is None and subgroup_size is None
+    # Beside K-quants, `fill_inputs` adds their attributes to all nodes.
+    is_k_quant = attribute("subgroup_scale_bits", None) == K_QUANT_SCALE_BITS
     return Quantization(
         attribute("bits", 4) or 4,
         attribute("group_size", None),
@@ -162,7 +164,7 @@ def quantization_of(node: ir.Node) -> Quantization:
         minimum=minimum,
         fractions=attribute("zero_point_steps", 1) == FRACTION_STEPS,
         subgroup_size=subgroup_size,
-        k_quant_zero=attribute("subgroup_zero_point", None),
+        k_quant_zero=attribute("subgroup_zero_point", 0) if is_k_quant else None,
     )
 
 

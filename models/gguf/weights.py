@@ -318,9 +318,10 @@ def in_turns(first: QuantizedWeight, second: QuantizedWeight) -> QuantizedWeight
         if one is None or other is None:
             return None
         rows, columns = one.shape.numpy()
+        # Only scales of MXFP4 may differ in their dtype.
         return lazy(
             lambda: np.stack([one.numpy(), other.numpy()], axis=2).reshape(rows, 2 * columns),
-            one.dtype,
+            one.dtype if one.dtype == other.dtype else ir.DataType.FLOAT,
             ir.Shape([rows, 2 * columns]),
         )
 

@@ -7,7 +7,7 @@ from ortolan.graph_passes.files.spill import TensorSpill
 from ortolan.graph_passes.weights.quantizers.grid import Quantization
 from ortolan.graph_passes.weights.quantizers.k_quants import Q6_K
 from ortolan.models.gguf.file import StoredWeight
-from ortolan.models.gguf.weights import join_quantized, keep_gguf_weight
+from ortolan.models.gguf.weights import in_turns, join_quantized, keep_gguf_weight
 from ortolan.models.graph_builder import ModelBuildError
 
 from .gguf_file import quantized
@@ -61,6 +61,17 @@ def test_mxfp4_with_scales_that_float16_lacks(tmp_path):
         quantized = take(weight, tmp_path).quantized
         assert quantized.scales.dtype.name == "FLOAT"
         np.testing.assert_array_equal(quantized.matrix().T, weight.floats())
+
+
+def test_columns_in_turns(tmp_path):
+    for kind in ("Q4_K", "Q6_K", "MXFP4"):
+        first, second = stored(kind), stored(kind)
+        if kind == "MXFP4":
+            second.data[5, 17] = 1
+        one, other = (take(weight, tmp_path).quantized for weight in (first, second))
+        found = in_turns(one, other).matrix()
+        np.testing.assert_array_equal(found[:, ::2], one.matrix())
+        np.testing.assert_array_equal(found[:, 1::2], other.matrix())
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
