@@ -137,7 +137,7 @@ def rows_of(folder: Path, config: LlamaConfig) -> np.ndarray:
     ("kind", "bits"),
     [
         *[(f"Q{bits}_{part}", bits) for bits in (4, 5) for part in "01K"],
-        *[("Q2_K", 4), ("Q3_K", 4), ("Q6_K", 6), ("Q8_0", 8)],
+        *[("Q2_K", 4), ("Q3_K", 4), ("Q6_K", 6), ("Q8_0", 8), ("MXFP4", 5)],
     ],
 )
 @pytest.mark.parametrize("tied", [True, False])
