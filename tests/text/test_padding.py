@@ -13,6 +13,8 @@ from ortolan.graph_passes.text.padding import UnknownPaddingError, read_padding_
 ADDED = [{"id": 0, "content": "[PAD]"}, {"id": 4, "content": "[MASK]"}]
 WORDPIECE = {"added_tokens": ADDED, "model": {"vocab": {"[PAD]": 0, "[MASK]": 4, "<pad>": 7}}, "padding": None}
 
+AS_MASK = {"pad_token": "[MASK]", "mask_token": "[MASK]"}
+
 
 def write(folder: Path, files: dict[str, Any]) -> Path:
     for name, content in files.items():
@@ -28,6 +30,7 @@ def write(folder: Path, files: dict[str, Any]) -> Path:
         ({"config.json": {"text_config": {"pad_token_id": 3}}}, 3),
         ({"tokenizer.json": WORDPIECE | {"padding": {"pad_id": 0}}, "config.json": {"pad_token_id": 0}}, 0),
         # PyLate pads queries with the mask token, which never counts as padding.
+        ({"tokenizer.json": {"added_tokens": ADDED}, "tokenizer_config.json": AS_MASK}, 0),
         ({"tokenizer.json": WORDPIECE | {"padding": {"pad_id": 4}}, "config.json": {"pad_token_id": 0}}, 0),
         ({"tokenizer.json": WORDPIECE, "tokenizer_config.json": {"pad_token": "[PAD]", "mask_token": "[MASK]"}}, 0),
         ({"tokenizer.json": WORDPIECE, "tokenizer_config.json": {"pad_token": {"content": "<pad>"}}}, 7),
@@ -49,8 +52,8 @@ def test_the_padding_token(tmp_path: Path, files: dict[str, Any], expected: int)
             {"config.json": {"pad_token_id": 0}, "tokenizer.json": WORDPIECE | {"padding": {"pad_id": 7}}},
             "disagree on the padding token: 0 in config.json, 7 in tokenizer.json",
         ),
-        (  # PyLate writes such files
-            {"tokenizer.json": WORDPIECE, "tokenizer_config.json": {"pad_token": "[MASK]", "mask_token": "[MASK]"}},
+        (
+            {"tokenizer.json": {"added_tokens": ADDED[1:]}, "tokenizer_config.json": AS_MASK},
             "token 4 is both the padding token and the mask token",
         ),
         (
