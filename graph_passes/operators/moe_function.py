@@ -32,6 +32,7 @@ INTEGERS = ("format_version", "expert_count", "hidden_size", "inner_size", "gate
 FLOATS = ("alpha", "beta", "limit")
 
 _BYTE = 256
+# Attributes that are 4 for 8-bit weights, which have neither high bits nor subgroups.
 _BITS = ("bits", "subgroup_scale_bits")
 
 
@@ -120,7 +121,7 @@ class _LayerBody(FunctionBody):
         return self._body.op(op_type, *inputs, **attributes)
 
     def attribute(self, name: str) -> ir.Value:
-        """Return an attribute of the layer; 4 instead of 8 bits, because 8-bit weights have no high bits."""
+        """Return an attribute of the layer."""
         if name in self._sizes:
             return self._sizes[name]
         value = self._body.attribute(f"{self.prefix}{name}")

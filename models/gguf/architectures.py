@@ -24,7 +24,7 @@ class Architecture:
         local_rope_theta: See LlamaConfig; the default of rope.freq_base_swa.
         layers_by_width: The number of layers of the model whose attention is scaled by 1 / sqrt(hidden_size / heads).
         no_rope_period: Every n-th layer has no rotary embedding. 0: all layers have it.
-        expert_count: The name of the field of config.json with the number of experts. None: no mixtures of experts.
+        experts_field: The name of the field of config.json with the number of experts. None: no mixtures of experts.
         swiglu_limit: See LlamaConfig.
         genai_type: The name of the architecture in onnxruntime-genai, if it differs from `model_type`.
         options: Metadata keys, without the architecture's name, that other architectures may not set, with the values
@@ -42,7 +42,7 @@ class Architecture:
     local_rope_theta: float | None = None
     layers_by_width: int = 0
     no_rope_period: int = 0
-    expert_count: str | None = None
+    experts_field: str | None = None
     swiglu_limit: float | None = None
     genai_type: str | None = None
     options: Mapping[str, float] = field(default_factory=dict)
@@ -53,12 +53,12 @@ ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama", rope_style="interleaved"),  # Llama and Mistral
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
-    "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", expert_count="num_experts", genai_type="decoder"),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", experts_field="num_experts", genai_type="decoder"),
     "gpt-oss": Architecture(
         "GptOssForCausalLM",
         "gpt_oss",
         window_period=2,
-        expert_count="num_local_experts",
+        experts_field="num_local_experts",
         swiglu_limit=7.0,
         genai_type="gptoss",
     ),
@@ -93,7 +93,7 @@ ARCHITECTURES = {
         "GraniteMoeForCausalLM",
         "granitemoe",
         rope_style="interleaved",
-        expert_count="num_local_experts",
+        experts_field="num_local_experts",
         genai_type="decoder",
         options=_GRANITE,
     ),
@@ -179,8 +179,8 @@ def config_extras(config: LlamaConfig, architecture: Architecture) -> dict[str, 
         fields["residual_multiplier"] = config.residual_scale
         fields["logits_scaling"] = 1 / config.logit_scale
         fields["attention_multiplier"] = config.attention_scale or config.head_size**-0.5
-    if architecture.expert_count is not None:
-        fields[architecture.expert_count] = config.num_experts
+    if architecture.experts_field is not None:
+        fields[architecture.experts_field] = config.num_experts
         fields["num_experts_per_tok"] = config.num_experts_per_tok
     if model_type == "gpt_oss":
         fields |= {"swiglu_limit": config.swiglu_limit, "attention_bias": True}

@@ -176,7 +176,7 @@ def _refuse_unsupported(file: GgufFile, name: str) -> None:
             f"{str(file.path)!r} holds an embedding model ({name}.pooling_type is set){_NOT_A_DECODER}"
         )
     for key in FEATURES:
-        if key == "expert_count" and ARCHITECTURES[name].expert_count is not None:
+        if key == "expert_count" and ARCHITECTURES[name].experts_field is not None:
             continue
         if key not in ARCHITECTURES[name].options and (found := file.metadata.get(f"{name}.{key}")):
             raise ModelBuildError(
@@ -199,7 +199,7 @@ def _read_config(
     context = file.integer(f"{name}.context_length")
     rotary, notes = read_rotary(file, name, weights, head_dim, context)
     windows = _windows(file, name, architecture, layers, context)
-    experts = 0 if architecture.expert_count is None else file.integer(f"{name}.expert_count")
+    experts = 0 if architecture.experts_field is None else file.integer(f"{name}.expert_count")
     config = LlamaConfig(
         vocab_size=weights[f"{_TABLE}.weight"].shape[0],
         hidden_size=hidden,

@@ -175,7 +175,7 @@ def _q6_k_scales(blocks: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(blocks[..., 192:208]).view(np.int8)
 
 
-# Twice the values of a 4-bit float (E2M1), which scales make good; as integers of 5 bits around 16.
+# The values of a 4-bit float (E2M1), doubled to integers; scales are halved. They are stored in 5 bits, around 16.
 _MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 _MXFP4_ZERO = 16
 

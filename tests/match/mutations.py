@@ -14,7 +14,8 @@ from ..passes import cached_graphs, test_attention_by_heads, test_fused_forms
 from ..passes.attention_graphs import Graph
 from ..provider import fuzz_models, test_packed_attention
 from ..provider.cached_models import Form
-from ..provider.fuzz_models import Nothing, Rng, graphs, pick, some_graph, some_node, some_of
+from ..provider.fuzz_damage import Nothing, graphs, some_graph, some_node, some_of
+from ..provider.fuzz_models import Rng, pick
 
 MOST_CHANGES = 3
 LEFT = (

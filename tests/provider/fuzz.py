@@ -31,7 +31,8 @@ from ortolan.graph_passes.measure.sessions import sums_are_exact
 
 from ..passes.int8_layers import adopt
 from ..passes.small_models import run as run_model
-from .fuzz_models import Feeds, Rng, damaged, graphs, model_of, odd_feeds
+from .fuzz_damage import damaged, graphs, odd_feeds
+from .fuzz_models import Feeds, Rng, model_of
 from .sessions import claimed, exact_session, plain_session, provider_session
 
 MODELS_PER_PROCESS = 400  # because sanitizers do not return memory

@@ -295,7 +295,7 @@ class LlamaCppBatch(ServingEngine, LlamaCpp):
     """llama.cpp with all sequences in one batch (llama-cpp-python). The model is a GGUF file."""
 
     order = "apart"
-    # Tokens of a draft: llama-cpp-python's advice for CPUs. On Zen 3, 4 are as fast for edits, 10 slower for all texts.
+    # Tokens of a draft: llama-cpp-python's advice for CPUs.
     _DRAFTED = 2
 
     @classmethod
