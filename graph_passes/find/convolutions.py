@@ -66,6 +66,14 @@ def windows_of(value: ir.Value) -> tuple[Windows, ir.Value] | None:
     return None if found is None else (found[0], required(found[1], 0))
 
 
+def has_windows(node: ir.Node) -> bool:
+    """Return whether a layer of our operators is a convolution. Attributes of windows may have their defaults."""
+    return any(
+        name in node.attributes and node.attributes[name].as_int() != default
+        for name, default in WINDOW_DEFAULTS.items()
+    )
+
+
 def unfold_convolutions(model: ir.Model, new_name: NewName) -> list[ir.Node]:
     """Rewrite the 1-D convolutions of the model, in place; return the MatMul nodes that fold_convolutions can undo."""
     products: list[ir.Node] = []

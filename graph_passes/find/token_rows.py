@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from ..names import ORTOLAN_DOMAIN
 from .constants import DEFAULT_DOMAINS, constant_tensor
+from .convolutions import has_windows
 from .dimensions import Dimensions
 from .lut import BROADCASTING
 from .token_views import Layout, behind_view, in_front_of_view, packed_sizes, viewed
@@ -207,7 +208,7 @@ class _Search:
         if kind == ATTENTION:
             mask = node.inputs[1] if len(node.inputs) > 1 else None
             return [value for value in inputs if value is not mask] if node in self._attentions else None
-        if "window" in node.attributes and ours:  # a row reads other tokens
+        if kind in _LAYERS and ours and has_windows(node):  # a row reads other tokens
             return None
         if kind in _LAYERS or kind in _NORMS:
             last = node.attributes.get("axis")

@@ -99,6 +99,14 @@ ARCHITECTURES = {
     ),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", rope_style="interleaved", no_rope_period=4),
 }
+# Files of Mixtral have the architecture "llama".
+_MIXTRAL = Architecture(
+    "MixtralForCausalLM",
+    "mixtral",
+    rope_style="interleaved",
+    experts_field="num_local_experts",
+    genai_type="decoder",
+)
 
 # Encoder architectures that llama.cpp supports.
 EMBEDDING_ARCHITECTURES = (
@@ -147,6 +155,11 @@ _SANDWICH = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+
+
+def find_architecture(name: str, experts: bool) -> Architecture:
+    """Return the architecture with this name in a file. experts: the file has mixtures of experts."""
+    return _MIXTRAL if experts and name == "llama" else ARCHITECTURES[name]
 
 
 def layer_weights(architecture: Architecture) -> dict[str, str]:

@@ -17,7 +17,14 @@ from ml_dtypes import bfloat16
 from ..graph_builder import ModelBuildError, Shape
 from ..llama import reorder_heads, rotated_parts, rows_to_halves
 from ..llama_config import LlamaConfig, llama_weight_shapes
-from .architectures import ARCHITECTURES, EMBEDDING_ARCHITECTURES, FEATURES, Architecture, layer_weights
+from .architectures import (
+    ARCHITECTURES,
+    EMBEDDING_ARCHITECTURES,
+    FEATURES,
+    Architecture,
+    find_architecture,
+    layer_weights,
+)
 from .file import GgufFile, StoredWeight
 from .rotary import TENSORS, read_rotary
 
@@ -102,8 +109,8 @@ def read_model(path: str | os.PathLike[str]) -> GgufModel:
     """
     file = GgufFile(path, _check_architecture)
     name = file.text("general.architecture")
-    architecture = ARCHITECTURES[name]
-    _refuse_unsupported(file, name)
+    architecture = find_architecture(name, experts=bool(file.metadata.get(f"{name}.expert_count")))
+    _refuse_unsupported(file, name, architecture)
     names = layer_weights(architecture)
     weights = {_hugging_face_name(key, names): weight for key, weight in file.weights.items()}
     config, notes = _read_config(file, name, architecture, weights)
@@ -116,7 +123,7 @@ def read_model(path: str | os.PathLike[str]) -> GgufModel:
             f"{path} holds {len(others)} tensors that are not supported for architecture {name!r}, such as "
             f"{others[0]!r}"
         )
-    _check_tensors(file, name, weights, expected)
+    _check_tensors(file, name, architecture, weights, expected)
     return GgufModel(file, name, config, {key: weights[key] for key in expected}, notes)
 
 
@@ -130,12 +137,16 @@ def _check_architecture(path: Path, name: str) -> None:
 
 
 def _check_tensors(
-    file: GgufFile, name: str, weights: Mapping[str, StoredWeight], expected: Mapping[str, Shape]
+    file: GgufFile,
+    name: str,
+    architecture: Architecture,
+    weights: Mapping[str, StoredWeight],
+    expected: Mapping[str, Shape],
 ) -> None:
     """Check that all tensors exist and have the right shapes. Errors use the names in the file."""
     missing = [key for key in expected if key not in weights]
     if missing:
-        first = _gguf_name(missing[0], layer_weights(ARCHITECTURES[name]))
+        first = _gguf_name(missing[0], layer_weights(architecture))
         raise ModelBuildError(
             f"{file.path} lacks {len(missing)} of the {len(expected)} tensors of a decoder of architecture {name!r}, "
             f"such as {first!r}; download it again, or merge the parts of a split file first (llama-gguf-split --merge)"
@@ -170,15 +181,15 @@ def _hugging_face_name(name: str, layer_names: Mapping[str, str]) -> str:
     return name
 
 
-def _refuse_unsupported(file: GgufFile, name: str) -> None:
+def _refuse_unsupported(file: GgufFile, name: str, architecture: Architecture) -> None:
     if file.metadata.get(f"{name}.pooling_type"):
         raise ModelBuildError(
             f"{str(file.path)!r} holds an embedding model ({name}.pooling_type is set){_NOT_A_DECODER}"
         )
     for key in FEATURES:
-        if key == "expert_count" and ARCHITECTURES[name].experts_field is not None:
+        if key == "expert_count" and architecture.experts_field is not None:
             continue
-        if key not in ARCHITECTURES[name].options and (found := file.metadata.get(f"{name}.{key}")):
+        if key not in architecture.options and (found := file.metadata.get(f"{name}.{key}")):
             raise ModelBuildError(
                 f"{file.path} has {name}.{key} = {found!r}, which is not supported for architecture {name!r}"
             )

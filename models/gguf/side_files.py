@@ -7,7 +7,7 @@ from typing import Any
 
 from ..graph_builder import ModelBuildError
 from ..llama_config import LlamaConfig
-from .architectures import ARCHITECTURES, config_extras
+from .architectures import config_extras, find_architecture
 from .model import GgufModel
 from .tokenizer import TokenizerFacts
 
@@ -34,7 +34,7 @@ def config_fields(config: LlamaConfig, architecture: str = "llama") -> dict[str,
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
         *("num_key_value_heads", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "max_position_embeddings"),
     )
-    known = ARCHITECTURES[architecture]
+    known = find_architecture(architecture, experts=config.num_experts > 0)
     return {
         "architectures": [known.hugging_face],
         "model_type": known.model_type,
@@ -54,7 +54,8 @@ def genai_config(model: GgufModel, facts: TokenizerFacts, file_name: str, librar
 
     file_name: the ONNX file. library: the operator library that sessions load, if any.
     """
-    config, known = model.config, ARCHITECTURES[model.architecture]
+    config = model.config
+    known = find_architecture(model.architecture, experts=config.num_experts > 0)
     return {
         "model": {
             **_token_ids(model, facts),

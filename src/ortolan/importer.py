@@ -72,7 +72,7 @@ def import_gguf(
     notes of the report list the weights with their errors. Each layer is checked on random inputs.
 
     Args:
-        path: The GGUF file, of architecture llama (also Mistral), qwen2, qwen3, qwen3moe, phi3, gemma, gemma2,
+        path: The GGUF file, of architecture llama (Mistral, Mixtral), qwen2, qwen3, qwen3moe, phi3, gemma, gemma2,
             gemma3 (text), granite, granitemoe, gpt-oss or smollm3. Needs the extra ortolan[decoder].
         folder: A new or empty folder, which appears when it is complete.
         requantize: "int4", "int5" or "int6": round weights of at least this many bits to this format, which is faster

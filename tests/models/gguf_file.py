@@ -44,6 +44,7 @@ CONFIGS = {
     ),
     "granite": replace(CONFIG, embedding_scale=12.0, residual_scale=0.22, attention_scale=0.125, logit_scale=0.125),
     "qwen3moe": replace(_HALVES, intermediate_size=64, qk_norm=True, head_dim=32, num_experts=6, num_experts_per_tok=2),
+    "llama, experts": replace(CONFIG, intermediate_size=64, num_experts=4, num_experts_per_tok=3),
     "granitemoe": replace(
         CONFIG, intermediate_size=32, num_experts=4, num_experts_per_tok=3, attention_scale=0.125, logit_scale=0.125
     ),

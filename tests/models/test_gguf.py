@@ -110,7 +110,7 @@ def test_factors_of_long_texts_end_the_context(tmp_path):
             },
             "llama.rope.scaling.factor is 0.5, expected at least 1 for YaRN",
         ),
-        ({"llama.expert_count": 8}, "llama.expert_count = 8, which is not supported for architecture 'llama'"),
+        ({"llama.expert_count": 8}, "has no metadata 'llama.expert_used_count'"),
         ({"llama.logit_scale": 8.0}, "llama.logit_scale = 8.0, which is not supported for architecture 'llama'"),
         (
             {"llama.attention.sliding_window": 8, "llama.attention.sliding_window_pattern": [True]},

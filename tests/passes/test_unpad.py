@@ -19,6 +19,7 @@ from ..sampling import examples
 from .attention_forms import FORMS
 from .padded_models import (
     MASKS,
+    add_nodes,
     answers,
     as_written,
     assert_zero_elsewhere,
@@ -256,6 +257,18 @@ def test_a_mean_has_the_same_bits_at_any_padding(encoder: str) -> None:
             np.testing.assert_array_equal(answers(unpadded, alone)[1][0], vectors[row])
     nothing = {name: array[:, :0] for name, array in feeds.items()}
     assert [y.shape for y in answers(unpadded, nothing)] == [(3, 0, 48), (3, 48)]
+
+
+def test_a_convolution_of_another_input() -> None:
+    """The convolution becomes a layer with windows, which must not hide that the text encoder's layers have none."""
+    model = first_token(ENCODERS["bert"]())
+    model.graph.input.append(helper.make_tensor_value_info("sound", TensorProto.FLOAT, ["batch", 48, "frames"]))
+    convolution = helper.make_node("Conv", ["sound", "kernel"], ["heard"], name="heard", pads=[1, 1])
+    kernel = np.random.default_rng(4).standard_normal((32, 48, 3), np.float32)
+    model = add_nodes(model, [convolution], {"heard": ["batch", 32, "frames"]}, {"kernel": kernel}, keep=True)
+    unpadded = changed(optimize(model, recipe=with_unpad(Recipe.of(weights="bf16"))))
+    (layer,) = (node for node in unpadded.graph.node if node.name == "heard")
+    assert layer.op_type == "SparseAMXMatMul"
 
 
 def test_a_dimension_that_is_given(tmp_path) -> None:

@@ -70,10 +70,10 @@ READS_PADDING: dict[str, tuple[Callable[[], onnx.ModelProto], str]] = {
     "convolution": (
         lambda: behind(
             make("Transpose", [HIDDEN], ["t"], name="swapped", perm=[0, 2, 1]),
-            make("Conv", ["t", "w"], ["y"], pads=[1, 1]),
+            make("Conv", ["t", "w"], ["y"], name="over tokens", pads=[1, 1]),
             w=np.ones((2, 48, 3), np.float32),
         ),
-        "Transpose 'swapped'",
+        "SparseAMXMatMul 'over tokens'",
     ),
     "last token": (
         lambda: behind(make("Gather", [HIDDEN, "at"], ["y"], name="last", axis=1), at=np.array(-1)),
