@@ -3,11 +3,12 @@
 python -m ortolan.benchmarks.same_answers FOLDER [--requests 2000] [--threads 2] [--seed 0]
     [--cache-type bfloat16 | int8] [--draft-model FOLDER]
 
-FOLDER has a decoder in the form for serving. Requests with random prompts (some share a prefix), options, seeds and
-priorities arrive at random times from several threads, some are cancelled, and the pools are so small that sequences
-are preempted. Then each request runs alone, with an empty cache and without speculation. Tokens, and log probabilities
-bit by bit, must be equal. Prints the counts, and exits with 1 if an answer differs, or if 2000 or more requests had no
-preemptions, no tokens from the prefix cache or no accepted drafts, so that too little was checked.
+FOLDER has a decoder in the form for serving. Requests with random prompts (some share a prefix, some repeat themselves,
+so that drafts are right), options, seeds and priorities arrive at random times from several threads, some are
+cancelled, and the pools are so small that sequences are preempted. Then each request runs alone, with an empty cache
+and without speculation. Tokens, and log probabilities bit by bit, must be equal. Prints the counts, and exits with 1 if
+an answer differs, or if 2000 or more requests had no preemptions, no tokens from the prefix cache or no accepted
+drafts, so that too little was checked.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _REQUESTS = 2000  # the default; this number must lead to preemptions, shared to
 _CLIENTS = 8  # threads that submit requests
 _CANCELLED = 0.1  # fraction of requests
 _LONGEST = 200  # tokens of a prompt, without its prefix
+_REPEATED = 0.3  # fraction of prompts that repeat their first tokens
+_PIECE = 12  # these tokens
 _PREFIX = 100
 _MOST_TOKENS = 24  # of an answer
 _POOL = 2 * (_PREFIX + _LONGEST + _MOST_TOKENS)  # tokens, so that few sequences fit
@@ -74,9 +77,12 @@ def make_requests(count: int, vocabulary: int, seed: int) -> list[Request]:
             repetition_penalty=float(rng.choice([1.0, 1.2])),
             logprobs=None if rng.random() < 0.5 else 2,
         )
+        text = rng.integers(0, vocabulary, rng.integers(1, _LONGEST)).tolist()
+        if rng.random() < _REPEATED:
+            text = (text[:_PIECE] * -(-_LONGEST // _PIECE))[: len(text)]
         requests.append(
             Request(
-                prompt=(*prefix, *rng.integers(0, vocabulary, rng.integers(1, _LONGEST)).tolist()),
+                prompt=(*prefix, *text),
                 max_tokens=int(rng.integers(1, _MOST_TOKENS + 1)),
                 sampling=options,
                 n=int(rng.choice([1, 1, 1, 2])),
@@ -169,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = check(options.folder, *sizes, options.cache_type, options.draft_model)
     print(
         f"{result.compared} requests, {result.cancelled} of them cancelled; {result.preemptions} preemptions, "
-        f"{result.shared_tokens} tokens from the prefix cache, {result.accepted_tokens} drafted; "
+        f"{result.shared_tokens} tokens from the prefix cache, {result.accepted_tokens} right drafts; "
         f"{time.monotonic() - began:.0f} s"
     )
     if result.different:

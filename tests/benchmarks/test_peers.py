@@ -329,6 +329,7 @@ def test_an_environment_that_cannot_be_made_says_why_and_is_tried_again(monkeypa
     ("arguments", "words"),
     [
         (("decoder",), "expected encoders, sparse encoders, decoders, layers, serving, sizes; found 'decoder'"),
+        (("serving", "--model", "SmolLM2"), "--model: expected one of smollm2-135m-instruct; found 'SmolLM2'"),
         (("--peer", "tensorflow"), "invalid choice: 'tensorflow'"),
         (("--sts", "none.csv"), "--sts: file 'none.csv' does not exist"),
         (("--from", "none.json"), "--from: file 'none.json' does not exist"),

@@ -51,6 +51,14 @@ MEASURE: Mapping[str, Callable[[Job, PeersResult], None]] = {
     SERVING: serving.measure,
     SIZES: sizes.measure,
 }
+_MODELS: Mapping[str, Sequence[str]] = {
+    ENCODERS: tuple(encoders.PUBLISHED),
+    SPARSE_ENCODERS: tuple(sparse_encoders.MODELS),
+    DECODERS: tuple(decoders.MODELS),
+    LAYERS: tuple(layer.name for layer in layers.MODELS),
+    SERVING: tuple(serving.MODELS),
+    SIZES: (*sizes.MODELS, sizes.ONNX_MODEL),
+}
 
 
 def read_arguments() -> argparse.Namespace:
@@ -63,7 +71,7 @@ def read_arguments() -> argparse.Namespace:
         "--peer", nargs="+", default=[_ALL], choices=[*REQUIREMENTS, _ALL, _NONE], metavar="NAME",
         help=f"{', '.join(REQUIREMENTS)}; {_ALL}: not {', '.join(ASKED_FOR)}; {_NONE}: ONNX Runtime only",
     )  # fmt: skip
-    parser.add_argument("--model", nargs="+", metavar="NAME", help="only these models, by their names in the tables")
+    parser.add_argument("--model", nargs="+", metavar="NAME", help="only these models")
     parser.add_argument("--work", nargs="+", metavar="NAME", help="only these works, by their names in the tables")
     parser.add_argument("--threads", type=int, nargs="+", action="extend", help="default: 1 2")
     parser.add_argument(
@@ -116,6 +124,12 @@ def read_arguments() -> argparse.Namespace:
     for name in arguments.sections:
         if name not in SECTIONS:
             parser.error(str(argparse.ArgumentError(sections, f"expected {', '.join(SECTIONS)}; found {name!r}")))
+    models = dict.fromkeys(name for section in arguments.sections or SECTIONS for name in _MODELS[section])
+    if arguments.gguf is not None:
+        models[arguments.gguf.stem] = None
+    for name in arguments.model or []:
+        if name not in models:
+            parser.error(f"--model: expected one of {', '.join(models)}; found {name!r}")
     for option in ("sts", "text", "gguf", "compare", "data"):
         path = getattr(arguments, option)
         if path and not path.is_file():

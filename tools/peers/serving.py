@@ -270,6 +270,8 @@ class Serving:
         """Serve works in rounds of all pairs (configuration, work); note the speeds and return the runs."""
         runs: dict[tuple[str, str], list[tuple[Run, Run]]] = {pair: [] for pair in pairs}
         end, rounds = perf_counter() + self.job.seconds, 0
+        if runs:
+            self.job.say(f"{SECTION}, threads: {self.threads}, {', '.join(dict.fromkeys(work for _, work in pairs))}")
         while runs and (rounds < _LEAST_ROUNDS or perf_counter() < end):
             for name, work in list(runs):
 

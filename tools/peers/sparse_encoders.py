@@ -40,6 +40,7 @@ OURS = (
     ),  # because dense AMX tiles may be as fast as sparse weights
     Variant("Ortolan, of the quantized export", "ortolan", {"choices": {}, **_TOKENS}, source=_QUANTIZED),
 )
+MODELS = {f"{MODEL}, {sparsity:.0%}".replace("%", " %"): sparsity for sparsity in SPARSITIES}
 DEEPSPARSE = (
     Variant("DeepSparse fp32", "deepsparse", exact=True, source=_FLOATS),
     Variant("DeepSparse int8, quantized export", "deepsparse", source=_QUANTIZED),
@@ -49,8 +50,7 @@ DEEPSPARSE = (
 
 def measure(job: Job, result: PeersResult) -> None:
     """Add the rows of every sparsity."""
-    for sparsity in SPARSITIES:
-        name = f"{MODEL}, {sparsity:.0%}".replace("%", " %")
+    for name, sparsity in MODELS.items():
         if not job.takes_model(SPARSE_ENCODERS, name):
             continue
         folder = job.folder / SPARSE_ENCODERS.replace(" ", "-") / f"{name}, given"
