@@ -11,9 +11,9 @@ llama.cpp is compiled. Runtimes whose licenses allow evaluation only (deepsparse
 runtime that cannot be installed or refuses a model is left out, and the result records why.
 
 Each configuration is a process; all are pinned to the same CPUs and timed in turns. With --json, the rows of a model
-are written as soon as they are complete. Models that the file already has with these threads are not measured again, so
-an interrupted run can be continued, and one result can be made by several commands. Models whose rows are older than
-Ortolan's code are measured again.
+are written as soon as they are complete for one number of threads. Models that the file already has with these threads
+are not measured again, so an interrupted run can be continued, and one result can be made by several commands. Models
+whose rows are older than Ortolan's code are measured again.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Job:
         cache_types: Types of the KV cache of Ortolan's engine.
         models, works: Names of models and kinds of work to measure; None for all.
         done: Maps (section, model) to the numbers of threads that its rows already have.
-        keep: Called when all rows of a model are complete.
+        keep: Called when all rows of a model are complete for one number of threads.
     """
 
     threads: tuple[int, ...]
@@ -142,7 +142,7 @@ def compare(
         for threads in threads_left:
             (time_all or _time_all)(job, found, works, threads, leave_out)
             job.say(f"{section}, {model}: timed with {threads} thread{'s' if threads > 1 else ''}")
-    job.keep()
+            job.keep()
 
 
 def outrun_by(row: Row, rows: Sequence[Row], work: str, threads: int) -> str | None:
