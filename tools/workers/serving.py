@@ -19,6 +19,7 @@ Interpreters run this file as a script, without Ortolan except for the engines w
 
 from __future__ import annotations
 
+import gc
 import importlib
 import time
 from abc import abstractmethod
@@ -209,7 +210,8 @@ class OrtolanEngine(ServingEngine):
     def _make_pools(self, lengths: Sequence[int]) -> None:
         self._close()
         self._blocks = [-(-length // self.block_tokens) for length in lengths]
-        self._model: Any = None  # frees the memory of the previous pools
+        self._model: Any = None
+        gc.collect()  # a closed engine is in a cycle of references; its model would count to the peak memory
         self._model = self._open(cache_bytes=sum(self._blocks) * self._block_bytes)
 
     def make_room(self, tokens: int) -> None:
