@@ -9,14 +9,16 @@ from typing import Any, get_args
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper
 
 import ortolan
 from ortolan.engine.model import CacheType, PagedModel
-from ortolan.errors import ArgumentError, ModelError
+from ortolan.errors import ArgumentError, ModelError, VerificationError
 from ortolan.generate import Decoder
-from ortolan.graph_passes.serve.form import FORM_VERSION
+from ortolan.graph_passes.serve import check
+from ortolan.graph_passes.serve.form import FORM_VERSION, to_serving_form
 from ortolan.graph_passes.serve.int8_cache import use_int8_cache
 from ortolan.models import tiny
 
@@ -310,3 +312,22 @@ def test_limits_of_context_and_cache(files: tuple[Path, Path]) -> None:
         PagedModel.open(files[1], context=64, cache_bytes=3 * model.block_bytes)
     with pytest.raises(ArgumentError, match="give more cache memory"):
         PagedModel.open(files[1], cache_bytes=10)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_check_allows_for_rounding_of_the_cache(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In deep models, rounding keys and values to bfloat16 changes logits more than the fixed limit allows."""
+    monkeypatch.setattr(check, "_MOST_DIFFERENCE", 0.0)
+    onnx.save(llama(form), tmp_path / "model.onnx")
+    ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "serving.onnx", weights="int8", serve=True)
+
+    def wrong_form(model: ir.Model, name: str) -> None:
+        to_serving_form(model, name)
+        for node in model.graph:
+            if node.op_type == "PagedNoMADAttention":
+                node.attributes["scale"] = ir.AttrFloat32("scale", 0.5)  # expected: 1 / sqrt(16)
+
+    monkeypatch.setattr(check, "to_serving_form", wrong_form)
+    with pytest.raises(VerificationError, match=r"other logits than the optimized model: cosine .*, expected at least"):
+        ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "wrong.onnx", weights="int8", serve=True)
+    assert not (tmp_path / "wrong.onnx").exists()
