@@ -25,6 +25,8 @@ from .quantized_weight import MAX_INPUTS, QuantizedWeight, too_wide
 from .stored_int4 import blocks_of, group_size_of, spread_blocks
 
 QMOE, MOE = "QMoE", "MoE"
+# Key in node.meta of a MoE: functions that read the weight [k, n] of each expert, for both layers.
+WEIGHTS_BY_EXPERT = "ortolan.weights_by_expert"
 
 _ACTIVATIONS = {
     "relu": Activation.RELU,
@@ -156,7 +158,9 @@ def _read_floats(node: ir.Node, kind: str) -> Experts:
             return lambda: np.ascontiguousarray(tensor.numpy()[e].astype(np.float32).T)
 
         n, k = tensor.shape.numpy()[1:]
-        return ExpertsLayer(k, [of_expert(e) for e in range(form.count)], _bias(node, bias, form.count, n), halves,
+        readers = node.meta.get(WEIGHTS_BY_EXPERT)
+        weights = [of_expert(e) for e in range(form.count)] if readers is None else readers[bias // 5]
+        return ExpertsLayer(k, weights, _bias(node, bias, form.count, n), halves,
                             tensor.nbytes)  # fmt: skip
 
     normalizes = bool(integer_attribute(node, "normalize_routing_weights", 0))
