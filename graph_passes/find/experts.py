@@ -20,7 +20,8 @@ import onnx_ir as ir
 from .constants import float_array, lazy
 from .epilogue import Activation
 from .fused_writer import real_number
-from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, integer_attribute, node_input
+from .linear import Linear
+from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, integer_attribute, makers, node_input
 from .quantized_weight import MAX_INPUTS, QuantizedWeight, too_wide
 from .stored_int4 import blocks_of, group_size_of, spread_blocks
 
@@ -122,6 +123,17 @@ def count_stored_experts(model: ir.Model) -> int:
         with suppress(UnfitError):
             count += node.op_type == QMOE and bool(read_experts(node))
     return count
+
+
+def router_layers(model: ir.Model, linears: Sequence[Linear]) -> list[Linear]:
+    """Return the layers with float weights that select the experts of a supported QMoE or MoE node."""
+    nodes = set[ir.Node]()
+    for node in expert_nodes(model):
+        logits = node_input(node, 1)
+        with suppress(UnfitError):
+            if logits is not None and read_experts(node):
+                nodes.update(makers(logits, ("Reshape", "Cast", "Identity")))
+    return [one for one in linears if (one.add or one.node) in nodes and one.int4 is None and one.int8 is None]
 
 
 def stored_bits(node: ir.Node) -> tuple[int, int]:

@@ -11,7 +11,7 @@ elements. A block is joined only if every node has its part in this formula; sha
 
 from __future__ import annotations
 
-import os.path
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ def join_experts(
     new_name: Callable[[str], str],
     why_left: Callable[[str, list[Linear]], str | None] = lambda name, layers: None,
 ) -> list[LeftExperts]:
-    """Join mixtures in place, and return those that are left.
+    """Join mixtures in place, and return the mixtures that are left.
 
     why_left: Return why the mixture with this name and these layers should be left; None if it should be joined.
     """
@@ -150,7 +150,8 @@ class _Reader:
             expect(self._dims.dtype(value) == ir.DataType.FLOAT, f"{value.name!r} is not float32")
         last = self._sum([node for node, _ in scatters], x, (tokens, hidden))
         _expect_closed([selection.node for _, selection in scatters], last)
-        assert isinstance(selected, int)
+        if not isinstance(selected, int) or not 1 <= selected <= count:
+            raise UnfitError(f"it selects {selected} of {count} experts")
         return SeparateExperts(_name(layers, top), last, x, logits, selected, normalizes, layers)
 
     def scattered(self, node: ir.Node) -> _Selection:
@@ -179,7 +180,10 @@ class _Reader:
         node = value.producer()
         if node is not None and is_op(node, "Expand") and depth < _MOST_EXPANDS:
             like = required(node, 1).producer()
-            source, others = required(node, 0), None if like is None or not is_op(like, "Shape") else node_input(like, 0)
+            source, others = (
+                required(node, 0),
+                None if like is None or not is_op(like, "Shape") else node_input(like, 0),
+            )
             if others is not None:
                 own, other = self._sizes(source, depth + 1), self._sizes(others, depth + 1)
                 if own is not None and other is not None and len(own) == len(other) == 2:
@@ -296,7 +300,8 @@ class _Reader:
         product = self._made_by(update, "Mul")
         down, weight = self._layer_and_other(product)
         rows = selection.rows
-        expect(self._sizes(down.output) == (rows, down.n) == self._sizes(product.outputs[0]), "its rows differ")
+        fits = self._sizes(down.output) == (rows, down.n) == self._sizes(product.outputs[0])
+        expect(fits, "its rows differ")
         expect(self._sizes(weight) == (rows, 1), "its weights do not have one column")
         gated = self._made_by(down.x, "Mul")
         up, activated = self._layer_and_other(gated)
@@ -447,7 +452,11 @@ class _Reader:
             if node is None or found is None or source is None or source[-1] != shape[1]:
                 continue
             sizes = required(node, 1 if node.op_type == "Expand" else 0).producer()
-            if sizes is not None and is_op(sizes, "Concat") and self._factors(required(sizes, 0)) == _counted(source[:-1]):
+            if (
+                sizes is not None
+                and is_op(sizes, "Concat")
+                and self._factors(required(sizes, 0)) == _counted(source[:-1])
+            ):
                 rows.add(found[0])
         for value in zeros:
             found = self._sizes(value)
@@ -519,28 +528,30 @@ def _is_zero(value: ir.Value) -> bool:
 
 def _expect_closed(selections: list[ir.Node], last: ir.Node) -> None:
     """Check that nothing but the sum depends on the selections."""
+    users: dict[ir.Node, list[ir.Node]] = {}  # of each node that depends on the selections
+    waiting = list(selections)
+    while waiting:
+        node = waiting.pop()
+        if node is not last and node not in users:
+            users[node] = [use.node for value in node.outputs for use in value.uses()]
+            waiting += users[node]
     inner, waiting = set[ir.Node](), [last]
     while waiting:
         node = waiting.pop()
         if node not in inner:
             inner.add(node)
-            waiting += [maker for value in node.inputs if value is not None and (maker := value.producer()) is not None]
-    seen, waiting = set[ir.Node](), list(selections)
-    while waiting:
-        node = waiting.pop()
-        if node is last or node in seen:
-            continue
-        seen.add(node)
-        for value in node.outputs:
-            users = [use.node for use in value.uses()]
-            used = value.is_graph_output() or any(user not in inner for user in users)
-            expect(not used, f"{value.name!r} is used by another node, too")
-            waiting += users
+            makers = (value.producer() for value in node.inputs if value is not None)
+            waiting += [maker for maker in makers if maker is not None and maker in users]
+    for node, found in users.items():
+        closed = inner.issuperset(found) and not any(value.is_graph_output() for value in node.outputs)
+        expect(node not in inner or closed, f"a result of {node.name!r} is used elsewhere, too")
 
 
 def _name(layers: list[tuple[Linear, Linear, Linear]], top: ir.Node) -> str:
     """Return what the names of all experts begin with: .../mlp/experts for .../mlp/experts.0/down_proj/MatMul."""
-    common = os.path.commonprefix([linear.name for three in layers for linear in three])
+    names = [linear.name for three in layers for linear in three]
+    pairs = zip(min(names), max(names), strict=False)
+    common = "".join(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     return common.rstrip("./_") or node_name(top)
 
 

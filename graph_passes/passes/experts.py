@@ -6,8 +6,9 @@ TopK, and Softmax over the selected logits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
@@ -26,12 +27,9 @@ from ..operators.moe import finish_moe, moe_attributes, pack_bias, pack_experts
 from ..operators.moe_function import INPUTS, OP_TYPE
 from ..operators.nodes import declare_operators, in_order, new_initializer, put_function
 from ..operators.replacement import stored_tensor
-from ..options import Globs, PassOptions, any_matches, takes
+from ..options import any_matches
 from ..report.lines import count
 from ..weights.quantizers.grid import (
-    EIGHT_BIT_GROUP,
-    GROUPS_OF_SUBGROUPS,
-    SUBGROUP_SIZES,
     Quantization,
     QuantizedMatrix,
     round_to_nearest,
@@ -44,6 +42,8 @@ from .verify.reference import keep_reference
 
 # Typical error of rounding the inputs of both layers, relative to the output.
 _ROUNDING = 0.01
+# Typical error of rounding the weights of all layers, relative to the output, in steps of 2^-bits.
+_WEIGHT_ROUNDING = 1.5
 _FLOAT_WEIGHTS = (2, 4)  # inputs of MoE
 
 
@@ -96,7 +96,8 @@ class ExpertsPass(RecipePass):
         dtype = Dimensions(_graph(node)).dtype(required(node, 0))
         if dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
             raise UnfitError(f"its input is {'of unknown type' if dtype is None else dtype.name}")
-        experts = self._with_given(read_experts(node))
+        found = read_experts(node)
+        experts = self._with_given(found)
         bits = self._bits(node)
         if bits is None:
             raise UnfitError("its experts are floats; weights='int8' and weights='int4' round them")
@@ -115,7 +116,10 @@ class ExpertsPass(RecipePass):
         output = node.outputs[0]
         writer = Writer(node, {}, lambda wanted: context.new_name(model, wanted))
         writer.put(lambda to: [_write(to, experts, given, formats, dtype)])
-        context.layers.rounding[output] = _ROUNDING
+        # The model before this pass has float experts, so the check against it sees the rounding of their weights.
+        exact = node.op_type == QMOE or experts is not found
+        of_weights = 0.0 if exact else _WEIGHT_ROUNDING * 2.0**-bits
+        context.layers.rounding[output] = math.hypot(_ROUNDING, of_weights)
 
     def _bits(self, node: ir.Node) -> int | None:
         """Return the bits of the experts' weights; None: they stay floats."""

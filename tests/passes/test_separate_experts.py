@@ -77,6 +77,8 @@ def test_experts_are_replaced(form: str, weights: str, most: float) -> None:
     (layer,) = (layer for layer in report.layers if layer.name == "mlp/experts")
     assert (layer.new_op, layer.weight_bits) == ("MoE", int(weights[3:]))
     assert layer.bytes_before == EXPERTS * 3 * HIDDEN * 32 * 4
+    (router,) = (layer for layer in report.layers if layer.name == "mlp/gate/MatMul")
+    assert (router.new_op, router.reason) == (None, "it routes tokens to experts, and stays float")
     x = rows_of_x(2, 9)
     (batch,) = answer(report.model, x)
     for one in range(2):
@@ -91,7 +93,7 @@ def test_experts_are_replaced(form: str, weights: str, most: float) -> None:
         ("optimum", "index", "it adds results of experts [0, 1, 1, 3, 4]"),
         ("optimum", "shape", "layer 'mlp/experts.2/gate_proj/MatMul' has another shape than that of expert 0"),
         ("optimum", "weights", "expert 2: its weights are those of other tokens"),
-        ("optimum", "user", "'mlp/experts.1/up_proj/MatMul_output_0' is used by another node, too"),
+        ("optimum", "user", "a result of 'mlp/experts.1/up_proj/MatMul' is used elsewhere, too"),
         ("short", "replaced", "its results are not added"),
     ],
 )

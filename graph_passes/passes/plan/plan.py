@@ -43,6 +43,7 @@ class Plan:
         options = [step.options for step in steps]
         self._rules = [ReplaceRule(one) for one in options if isinstance(one, ReplaceOptions)]
         self._quantizing = [one for one in options if isinstance(one, QuantizeOptions | PruneOptions)]
+        self.replaces_experts = "experts" in names
         self._experts = [one for one in options if isinstance(one, ExpertsOptions) and one.expert_bits is not None]
         self._activations = [one for one in options if isinstance(one, ActivationsOptions)]
         self.replaces = "replace" in names
