@@ -15,6 +15,7 @@ import ortolan
 from ortolan.graph_passes.find.separate_experts import LeftExperts, find_separate_experts, join_experts
 from ortolan.graph_passes.operators.nodes import NewNames
 from ortolan.graph_passes.passes.normalize import normalize
+from ortolan.graph_passes.recipe import Recipe
 from ortolan.session import create_session
 
 from .separate_experts import EXPERTS, FORMS, HIDDEN, ROUTERS, SELECTED, UNUSED, rows_of_x, separate
@@ -125,6 +126,13 @@ def test_experts_stay_separate_if_layers_are_treated_one_by_one(options: dict[st
     names = {layer.name for layer in report.layers}
     assert f"mlp/experts.{UNUSED}/down_proj/MatMul" in names and "mlp/experts" not in names
     assert "NonZero" in {node.op_type for node in report.model.graph.node}
+
+
+def test_experts_stay_separate_if_one_is_pruned() -> None:
+    recipe = Recipe.of(weights="int8").with_pass("prune", select=["*experts.1/up_proj*"])
+    report = ortolan.optimize_onnx(separate(), recipe=recipe, options=OPTIONS)
+    reason = "layer 'mlp/experts.1/up_proj/MatMul' is pruned"
+    assert f"the experts of 'mlp/experts' stay separate layers: {reason}" in report.notes
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -122,16 +122,21 @@ class Plan:
     def why_separate(self, name: str, layers: Sequence[Linear]) -> str | None:
         """Explain why the experts of a mixture with this name stay separate layers; None if pass `experts` joins them.
 
-        If passes quantize layers, they must quantize all of these to the bits of pass `experts`.
+        No pass may prune one of these layers or choose a threshold for it. If passes quantize layers, they must
+        quantize all of these to the bits of pass `experts`.
         """
         bits = next((one.expert_bits for one in self._experts if one.is_chosen(name)), None)
         if bits is None:
             return "excluded from pass experts"
-        for linear in layers if self._quantizing else ():
+        pruning = [one for one in self._quantizing if isinstance(one, PruneOptions)]
+        for linear in layers:
+            pruned = any(linear.is_chosen(one.select, one.exclude) for one in pruning)
+            if pruned or self.chooses_threshold(linear):
+                return f"layer {linear.name!r} is {'pruned' if pruned else 'given a threshold'}"
             chosen = self._chosen_quantization(linear)
-            if chosen is None or chosen.bits != bits:
+            if self.quantizes and (chosen is None or chosen.bits != bits):
                 found = "is not quantized" if chosen is None else f"gets {chosen.bits} bits"
-                return f"layer {linear.name!r} {found}, others get {bits} bits"
+                return f"layer {linear.name!r} {found}, mixtures get {bits} bits"
         return None
 
     def chooses_threshold(self, linear: Linear) -> bool:
