@@ -31,6 +31,7 @@ _VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity")
 _MOST_VIEWS = 16  # limit of a chain of views, because a malformed model may contain cycles
 _MOST_FACTORS = 8
 _MOST_EXPANDS = 4
+_MOST_TERMS = 8  # limit of the terms of a sum for each expert
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,14 +75,15 @@ def join_experts(
 
     why_left: Return why the mixture with this name and these layers should be left; None if it should be joined.
     """
-    left = list[LeftExperts]()
+    left, sums = list[LeftExperts](), dict[ir.Value, ir.Value]()
     for found in list(find_separate_experts(model)):
         if isinstance(found, LeftExperts):
             left.append(found)
             continue
         reason = why_left(found.name, [linear for layers in found.layers for linear in layers])
         if reason is None:
-            _join(found, new_name)
+            old = found.last.outputs[0]
+            sums[old] = _join(found, sums.get(found.x, found.x), new_name)
             model.opset_imports.setdefault(MICROSOFT_DOMAIN, 1)
         else:
             left.append(LeftExperts(found.name, reason))
@@ -415,11 +417,12 @@ class _Reader:
         """Return the node that computes the sum of all scattered results, which starts with zeros."""
         left, zeros = set(scatters), list[ir.Value]()
         value = scatters[0].outputs[0]
-        waiting = [value]
+        waiting, visits = [value], 0
         while True:
             while waiting:
                 one = waiting.pop()
-                node = one.producer()
+                node, visits = one.producer(), visits + 1
+                expect(visits <= _MOST_TERMS * len(scatters), "its sum has too many terms")
                 if node is not None and node in left:
                     left.remove(node)
                     waiting.append(_data_of(node))
@@ -430,6 +433,7 @@ class _Reader:
                     zeros.append(one)
             if not left:
                 break
+            visits += 1
             users = [use.node for use in value.uses() if _adds(use.node, use.idx)]
             expect(len(users) == 1 and (is_op(users[0], "Add") or users[0] in left), "its results are not added")
             if is_op(users[0], "Add"):
@@ -452,11 +456,8 @@ class _Reader:
             if node is None or found is None or source is None or source[-1] != shape[1]:
                 continue
             sizes = required(node, 1 if node.op_type == "Expand" else 0).producer()
-            if (
-                sizes is not None
-                and is_op(sizes, "Concat")
-                and self._factors(required(sizes, 0)) == _counted(source[:-1])
-            ):
+            factors = self._factors(required(sizes, 0)) if sizes is not None and is_op(sizes, "Concat") else None
+            if factors == _counted(source[:-1]):
                 rows.add(found[0])
         for value in zeros:
             found = self._sizes(value)
@@ -555,8 +556,8 @@ def _name(layers: list[tuple[Linear, Linear, Linear]], top: ir.Node) -> str:
     return common.rstrip("./_") or node_name(top)
 
 
-def _join(found: SeparateExperts, new_name: Callable[[str], str]) -> None:
-    """Replace the separate layers by a MoE node."""
+def _join(found: SeparateExperts, x: ir.Value, new_name: Callable[[str], str]) -> ir.Value:
+    """Replace the separate layers by a MoE node of x, and return its output."""
     graph, count = found.last.graph, len(found.layers)
     assert isinstance(graph, ir.Graph)
     gate, _, down = found.layers[0]
@@ -581,7 +582,7 @@ def _join(found: SeparateExperts, new_name: Callable[[str], str]) -> None:
         fc2 = np.stack([down.bias() for *_, down in found.layers])  # type: ignore[misc]
         fc2_bias = stored("down_bias", lambda: fc2, fc2.shape)
     inputs = [
-        found.x, found.logits, weight("gate_up", first, 2 * gate.n, gate.k), fc1_bias,
+        x, found.logits, weight("gate_up", first, 2 * gate.n, gate.k), fc1_bias,
         weight("down", second, down.n, down.k), fc2_bias,
     ]  # fmt: skip
 
@@ -596,9 +597,12 @@ def _join(found: SeparateExperts, new_name: Callable[[str], str]) -> None:
         node.name = new_name(found.name)
         # Reading one expert from the stacked weights would read all of them.
         node.meta[WEIGHTS_BY_EXPERT] = first, second
+        outputs.append(y)
         return [y]
 
+    outputs = list[ir.Value]()
     Writer(found.last, {}, new_name).put(write)
+    return outputs[0]
 
 
 def _in_turns(gate: Callable[[], np.ndarray], up: Callable[[], np.ndarray]) -> Callable[[], np.ndarray]:
