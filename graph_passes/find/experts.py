@@ -20,11 +20,14 @@ import onnx_ir as ir
 from .constants import float_array, lazy
 from .epilogue import Activation
 from .fused_writer import real_number
-from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, integer_attribute, node_input
+from .linear import Linear
+from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, integer_attribute, makers, node_input
 from .quantized_weight import MAX_INPUTS, QuantizedWeight, too_wide
 from .stored_int4 import blocks_of, group_size_of, spread_blocks
 
 QMOE, MOE = "QMoE", "MoE"
+# Key in node.meta of a MoE: functions that read the weight [k, n] of each expert, for both layers.
+WEIGHTS_BY_EXPERT = "ortolan.weights_by_expert"
 
 _ACTIVATIONS = {
     "relu": Activation.RELU,
@@ -122,6 +125,17 @@ def count_stored_experts(model: ir.Model) -> int:
     return count
 
 
+def router_layers(model: ir.Model, linears: Sequence[Linear]) -> list[Linear]:
+    """Return the layers with float weights that select the experts of a supported QMoE or MoE node."""
+    nodes = set[ir.Node]()
+    for node in expert_nodes(model):
+        logits = node_input(node, 1)
+        with suppress(UnfitError):
+            if logits is not None and read_experts(node):
+                nodes.update(makers(logits, ("Reshape", "Cast", "Identity")))
+    return [one for one in linears if (one.add or one.node) in nodes and one.int4 is None and one.int8 is None]
+
+
 def stored_bits(node: ir.Node) -> tuple[int, int]:
     """Return the bits of both layers of a QMoE."""
     both = integer_attribute(node, "expert_weight_bits", 4)
@@ -156,7 +170,9 @@ def _read_floats(node: ir.Node, kind: str) -> Experts:
             return lambda: np.ascontiguousarray(tensor.numpy()[e].astype(np.float32).T)
 
         n, k = tensor.shape.numpy()[1:]
-        return ExpertsLayer(k, [of_expert(e) for e in range(form.count)], _bias(node, bias, form.count, n), halves,
+        readers = node.meta.get(WEIGHTS_BY_EXPERT)
+        weights = [of_expert(e) for e in range(form.count)] if readers is None else readers[bias // 5]
+        return ExpertsLayer(k, weights, _bias(node, bias, form.count, n), halves,
                             tensor.nbytes)  # fmt: skip
 
     normalizes = bool(integer_attribute(node, "normalize_routing_weights", 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -15,7 +15,7 @@ from ortolan.progress import Progress, Stage, no_progress
 
 from ..files.model_file import ModelFile, data_path, external_tensors, load_model, release_maps, write_model
 from ..files.spill import TensorSpill
-from ..find.experts import GivenExperts
+from ..find.experts import GivenExperts, router_layers
 from ..find.linear import Linear, find_linears, layer_key
 from ..find.quantized_weight import QuantizedWeight
 from ..measure.decoding import Decoded
@@ -70,7 +70,10 @@ class PassContext:
         self._mapped = list(external_tensors(self.source.model))
 
     def survey(self, model: ir.Model) -> list[Linear]:
-        """Return the model's linear layers. The first call starts the report and remembers the original weights."""
+        """Return the model's linear layers, except routers of experts, which stay float.
+
+        The first call starts the report and remembers the original weights.
+        """
         found = find_linears(model)
         if not self.layers.reports:
             for layer in found:
@@ -78,7 +81,17 @@ class PassContext:
                 if isinstance(layer, Linear) and layer.weight_names[-1] in self.given:
                     self.layers.take(layer, self.given[layer.weight_names[-1]])
             self.report.layers = list(self.layers.reports.values())
-        return [item for item in found if isinstance(item, Linear)]
+            if self.plan.replaces_experts:
+                self._keep_routers(model, [item for item in found if isinstance(item, Linear)])
+        return [item for item in found if isinstance(item, Linear) and layer_key(item) not in self.layers.routers]
+
+    def _keep_routers(self, model: ir.Model, linears: Sequence[Linear]) -> None:
+        """Keep routers float: a rounded router selects other experts."""
+        for linear in router_layers(model, linears):
+            key = layer_key(linear)
+            if self.layers.reports[key].weight_bits is None:  # no weight is given
+                self.layers.routers.add(key)
+                self.leave(linear, "it routes tokens to experts, and stays float")
 
     def layer(self, linear: Linear) -> LayerReport:
         """Return the report of a layer."""

@@ -6,8 +6,9 @@ TopK, and Softmax over the selected logits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
@@ -26,12 +27,9 @@ from ..operators.moe import finish_moe, moe_attributes, pack_bias, pack_experts
 from ..operators.moe_function import INPUTS, OP_TYPE
 from ..operators.nodes import declare_operators, in_order, new_initializer, put_function
 from ..operators.replacement import stored_tensor
-from ..options import Globs, PassOptions, any_matches, takes
+from ..options import any_matches
 from ..report.lines import count
 from ..weights.quantizers.grid import (
-    EIGHT_BIT_GROUP,
-    GROUPS_OF_SUBGROUPS,
-    SUBGROUP_SIZES,
     Quantization,
     QuantizedMatrix,
     round_to_nearest,
@@ -39,31 +37,14 @@ from ..weights.quantizers.grid import (
 from ..weights.quantizers.mse import round_mse
 from .context import RecipePass
 from .normalize import require_normalized
+from .plan.experts import ExpertsOptions
 from .verify.reference import keep_reference
 
 # Typical error of rounding the inputs of both layers, relative to the output.
 _ROUNDING = 0.01
+# Typical error of rounding the weights of all layers, relative to the output, in steps of 2^-bits.
+_WEIGHT_ROUNDING = 1.5
 _FLOAT_WEIGHTS = (2, 4)  # inputs of MoE
-
-
-@dataclass(frozen=True)
-class ExpertsOptions(PassOptions):
-    """Options of pass `experts`."""
-
-    # Bits of experts that the model stores as floats; None: they are not replaced.
-    expert_bits: int | None = field(default=None, metadata=takes("int", choices=(4, 5, 6, 8), none=True))
-    # 4, 5 and 6 bits: inputs that share an integer scale and zero point.
-    expert_subgroup_size: int = field(default=SUBGROUP_SIZES[0], metadata=takes("int", choices=SUBGROUP_SIZES))
-    select: Globs = field(default=("*",), metadata=takes("globs"))
-    exclude: Globs = field(default=(), metadata=takes("globs"))
-
-    @property
-    def quantization(self) -> Quantization | None:
-        """Return the format of experts that are stored as floats."""
-        bits, size = self.expert_bits, self.expert_subgroup_size
-        if bits is None or bits == 8:
-            return None if bits is None else Quantization(8, EIGHT_BIT_GROUP)
-        return Quantization(bits, GROUPS_OF_SUBGROUPS[-1], symmetric=False, subgroup_size=size)
 
 
 class ExpertsPass(RecipePass):
@@ -115,7 +96,8 @@ class ExpertsPass(RecipePass):
         dtype = Dimensions(_graph(node)).dtype(required(node, 0))
         if dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
             raise UnfitError(f"its input is {'of unknown type' if dtype is None else dtype.name}")
-        experts = self._with_given(read_experts(node))
+        found = read_experts(node)
+        experts = self._with_given(found)
         bits = self._bits(node)
         if bits is None:
             raise UnfitError("its experts are floats; weights='int8' and weights='int4' round them")
@@ -134,7 +116,10 @@ class ExpertsPass(RecipePass):
         output = node.outputs[0]
         writer = Writer(node, {}, lambda wanted: context.new_name(model, wanted))
         writer.put(lambda to: [_write(to, experts, given, formats, dtype)])
-        context.layers.rounding[output] = _ROUNDING
+        # The model before this pass has float experts, so the check against it sees the rounding of their weights.
+        exact = node.op_type == QMOE or experts is not found
+        of_weights = 0.0 if exact else _WEIGHT_ROUNDING * 2.0**-bits
+        context.layers.rounding[output] = math.hypot(_ROUNDING, of_weights)
 
     def _bits(self, node: ir.Node) -> int | None:
         """Return the bits of the experts' weights; None: they stay floats."""

@@ -40,6 +40,7 @@ class Layers:
     stored_bits: dict[ir.Value, int | None] = field(default_factory=dict)
     # Why pass quantize has skipped a layer; pass replace does not change this reason.
     left: dict[ir.Value, str] = field(default_factory=dict)
+    routers: set[ir.Value] = field(default_factory=set)  # layers that select experts, which no pass changes
     packed_weights: int = 0  # total number of elements in packed weights
     embeddings: list[StoredEmbedding] = field(default_factory=list)  # word tables that pass embeddings has stored
     freed: int = 0  # activations whose fixed-range quantization was removed

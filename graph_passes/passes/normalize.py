@@ -18,6 +18,7 @@ from ..find.convolutions import unfold_convolutions
 from ..find.dimensions import Dimensions
 from ..find.fused_forms import unfuse
 from ..find.quantized_forms import unify_quantized
+from ..find.separate_experts import join_experts
 from ..names import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, RECIPE_KEY
 from ..operators.nodes import new_initializer
 from .context import RecipePass
@@ -31,7 +32,8 @@ class NormalizePass(RecipePass):
 
     Inline functions, raise an old opset, name nodes, turn Constant nodes into initializers, split fused operators
     (find/fused_forms.py), compute lengths from inputs (lengths.py), and rewrite int8 layers (find/quantized_forms.py)
-    and 1-D convolutions (find/convolutions.py) to known forms.
+    and 1-D convolutions (find/convolutions.py) to known forms. If pass experts follows, join experts that are separate
+    layers (find/separate_experts.py).
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -43,6 +45,8 @@ class NormalizePass(RecipePass):
             unfuse(model, lambda wanted: self.context.new_name(model, wanted), plan.stores_tables)
         squeeze_weights(model, lambda wanted: self.context.new_name(model, wanted))
         ask_inputs(model, lambda wanted: self.context.new_name(model, wanted))
+        if plan.rounds_experts:
+            self._join_experts(model)
         if plan.replaces:  # the last pass `replace` undoes this for layers that are not replaced
             self.context.layers.unified += unify_quantized(model, lambda wanted: self.context.new_name(model, wanted))
             self.context.layers.unfolded += unfold_convolutions(
@@ -50,6 +54,17 @@ class NormalizePass(RecipePass):
             )
         self.context.progress(Stage.NORMALIZE, 1, 1)
         return ir.passes.PassResult(model, modified=True)
+
+    def _join_experts(self, model: ir.Model) -> None:
+        """Join experts that pass experts will replace, and report mixtures that stay separate layers."""
+        context = self.context
+        left = join_experts(model, lambda wanted: context.new_name(model, wanted), context.plan.why_separate)
+        reasons: dict[str, list[str]] = {}
+        for one in left:
+            reasons.setdefault(one.reason, []).append(one.name)
+        for reason, names in reasons.items():
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            context.note(f"the experts of {names[0]!r}{others} stay separate layers: {reason}")
 
     def ensures(self, model: ir.Model) -> None:
         """Check the opset, and that no functions remain."""

@@ -12,6 +12,7 @@ from ...operators.sparse_amx_matmul_function import OP_TYPE as SPARSE_AMX_MATMUL
 from ...options import PassOptions
 from ...weights.quantizers.grid import Quantization
 from .activations import ActivationsOptions
+from .experts import ExpertsOptions
 from .prune import PruneOptions
 from .quantize import QuantizeOptions
 from .replace import LayerState, ReplaceOptions, ReplaceRule
@@ -42,6 +43,8 @@ class Plan:
         options = [step.options for step in steps]
         self._rules = [ReplaceRule(one) for one in options if isinstance(one, ReplaceOptions)]
         self._quantizing = [one for one in options if isinstance(one, QuantizeOptions | PruneOptions)]
+        self.replaces_experts = "experts" in names
+        self._experts = [one for one in options if isinstance(one, ExpertsOptions) and one.expert_bits is not None]
         self._activations = [one for one in options if isinstance(one, ActivationsOptions)]
         self.replaces = "replace" in names
         self.prunes = "prune" in names
@@ -110,6 +113,31 @@ class Plan:
         return not self._rules or any(
             rule.options.op == SPARSE_AMX_MATMUL and rule.is_chosen(linear) for rule in self._rules
         )
+
+    @property
+    def rounds_experts(self) -> bool:
+        """Return True if a pass `experts` replaces experts that the model stores as floats."""
+        return bool(self._experts)
+
+    def why_separate(self, name: str, layers: Sequence[Linear]) -> str | None:
+        """Explain why the experts of a mixture with this name stay separate layers; None if pass `experts` joins them.
+
+        No pass may prune one of these layers or choose a threshold for it. If passes quantize layers, they must
+        quantize all of these to the bits of pass `experts`.
+        """
+        bits = next((one.expert_bits for one in self._experts if one.is_chosen(name)), None)
+        if bits is None:
+            return "excluded from pass experts"
+        pruning = [one for one in self._quantizing if isinstance(one, PruneOptions)]
+        for linear in layers:
+            pruned = any(linear.is_chosen(one.select, one.exclude) for one in pruning)
+            if pruned or self.chooses_threshold(linear):
+                return f"layer {linear.name!r} is {'pruned' if pruned else 'given a threshold'}"
+            chosen = self._chosen_quantization(linear)
+            if self.quantizes and (chosen is None or chosen.bits != bits):
+                found = "is not quantized" if chosen is None else f"gets {chosen.bits} bits"
+                return f"layer {linear.name!r} {found}, mixtures get {bits} bits"
+        return None
 
     def chooses_threshold(self, linear: Linear) -> bool:
         """Return True if a pass `activations` chooses a threshold for the layer's input."""
