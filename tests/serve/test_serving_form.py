@@ -316,7 +316,7 @@ def test_limits_of_context_and_cache(files: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_check_allows_for_rounding_of_the_cache(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In deep models, rounding keys and values to bfloat16 changes logits more than the fixed limit allows."""
+    """Rounding keys and values to bfloat16 changes the logits of deep models more than the fixed limit allows."""
     monkeypatch.setattr(check, "_MOST_DIFFERENCE", 0.0)
     onnx.save(llama(form), tmp_path / "model.onnx")
     ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "serving.onnx", weights="int8", serve=True)

@@ -32,6 +32,7 @@ from typing import get_args
 from rich.console import Console
 from rich.table import Table
 
+from ortolan.benchmarks.encoder import PUBLISHED
 from ortolan.engine.model import CacheType
 from ortolan.errors import OrtolanError
 
@@ -52,7 +53,7 @@ MEASURE: Mapping[str, Callable[[Job, PeersResult], None]] = {
     SIZES: sizes.measure,
 }
 _MODELS: Mapping[str, Sequence[str]] = {
-    ENCODERS: tuple(encoders.PUBLISHED),
+    ENCODERS: PUBLISHED,
     SPARSE_ENCODERS: tuple(sparse_encoders.MODELS),
     DECODERS: tuple(decoders.MODELS),
     LAYERS: tuple(layer.name for layer in layers.MODELS),
