@@ -4,7 +4,7 @@ python -m ortolan.benchmarks.same_answers FOLDER [--requests 2000] [--threads 2]
     [--cache-type bfloat16 | int8] [--draft-model FOLDER]
 
 FOLDER has a decoder in the form for serving. Requests with random prompts (some share a prefix, some repeat themselves,
-so that drafts are right), options, seeds and priorities arrive at random times from several threads, some are
+so that drafts are accepted), options, seeds and priorities arrive at random times from several threads, some are
 cancelled, and the pools are so small that sequences are preempted. Then each request runs alone, with an empty cache
 and without speculation. Tokens, and log probabilities bit by bit, must be equal. Prints the counts, and exits with 1 if
 an answer differs, or if 2000 or more requests had no preemptions, no tokens from the prefix cache or no accepted
@@ -33,7 +33,7 @@ _CLIENTS = 8  # threads that submit requests
 _CANCELLED = 0.1  # fraction of requests
 _LONGEST = 200  # tokens of a prompt, without its prefix
 _REPEATED = 0.3  # fraction of prompts that repeat their first tokens
-_PIECE = 12  # these tokens
+_PIECE = 12  # tokens that such a prompt repeats
 _PREFIX = 100
 _MOST_TOKENS = 24  # of an answer
 _POOL = 2 * (_PREFIX + _LONGEST + _MOST_TOKENS)  # tokens, so that few sequences fit
@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = check(options.folder, *sizes, options.cache_type, options.draft_model)
     print(
         f"{result.compared} requests, {result.cancelled} of them cancelled; {result.preemptions} preemptions, "
-        f"{result.shared_tokens} tokens from the prefix cache, {result.accepted_tokens} right drafts; "
+        f"{result.shared_tokens} tokens from the prefix cache, {result.accepted_tokens} accepted draft tokens; "
         f"{time.monotonic() - began:.0f} s"
     )
     if result.different:

@@ -177,9 +177,12 @@ class BitSearch:
 
         chosen: Patterns by bits. verify: Options of pass verify; None: the recipe has no such pass.
         """
-        steps = self._form.passes({bits: names for bits, names in sorted(chosen.items()) if bits != 4})[:-1]
+        others = {bits: names for bits, names in sorted(chosen.items()) if bits != 4}
+        steps = self._form.passes(others)[:-1]
         calibrate = {"name": "calibrate", "held_out": HELD_OUT, "max_rows": ROWS}
         steps = [calibrate if step["name"] == "calibrate" else step for step in steps]
+        if others or verify is None:  # a mixture has the same bits in all experts, so they stay separate layers
+            steps = [{**step, "join": False} if step["name"] == "experts" else step for step in steps]
         steps += [] if verify is None else [{"name": "verify", **verify}]
         description = f"{self._form.describe()}; bits of each layer chosen by measurement"
         return Recipe.from_dict({"name": "int4, mixed bits", "description": description, "pass": steps})

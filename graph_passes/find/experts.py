@@ -165,18 +165,24 @@ def _read_floats(node: ir.Node, kind: str) -> Experts:
     up, down = (constant_input(node, index, f"fc{index // 2}", _FLOATS) for index in (2, 4))
     form, halves = _form(node, kind, tuple(up.shape.numpy()), tuple(down.shape.numpy()))
 
-    def layer(tensor: ir.TensorProtocol, bias: int, halves: tuple[slice, slice] | None) -> ExpertsLayer:
+    separate = node.meta.get(WEIGHTS_BY_EXPERT, (None, None))
+
+    def layer(
+        tensor: ir.TensorProtocol,
+        bias: int,
+        halves: tuple[slice, slice] | None,
+        readers: list[Callable[[], np.ndarray]] | None,
+    ) -> ExpertsLayer:
         def of_expert(e: int) -> Callable[[], np.ndarray]:
             return lambda: np.ascontiguousarray(tensor.numpy()[e].astype(np.float32).T)
 
         n, k = tensor.shape.numpy()[1:]
-        readers = node.meta.get(WEIGHTS_BY_EXPERT)
-        weights = [of_expert(e) for e in range(form.count)] if readers is None else readers[bias // 5]
-        return ExpertsLayer(k, weights, _bias(node, bias, form.count, n), halves,
-                            tensor.nbytes)  # fmt: skip
+        weights = readers or map(of_expert, range(form.count))
+        return ExpertsLayer(k, [*weights], _bias(node, bias, form.count, n), halves, tensor.nbytes)
 
     normalizes = bool(integer_attribute(node, "normalize_routing_weights", 0))
-    return Experts(node, form, _selected(node, form), normalizes, layer(up, 3, halves), layer(down, 5, None))
+    first, second = layer(up, 3, halves, separate[0]), layer(down, 5, None, separate[1])
+    return Experts(node, form, _selected(node, form), normalizes, first, second)
 
 
 def _read_quantized(node: ir.Node, kind: str) -> Experts:

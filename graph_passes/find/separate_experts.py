@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -63,7 +63,7 @@ class _Selection:
     top: ir.Node  # the TopK
     expert: int
     token: int  # the row of NonZero that holds the tokens; the other row holds their slots
-    rows: Dim  # their number
+    rows: Dim  # number of tokens of this expert
 
 
 def join_experts(
@@ -80,6 +80,7 @@ def join_experts(
         if isinstance(found, LeftExperts):
             left.append(found)
             continue
+        found = replace(found, name=new_name(found.name))
         reason = why_left(found.name, [linear for layers in found.layers for linear in layers])
         if reason is None:
             old = found.last.outputs[0]
@@ -168,7 +169,8 @@ class _Reader:
             column = required(expand, 0)
         selection, row = self._coordinate(column)
         expect(row == selection.token, "its indices are not tokens")
-        expect(self._shape(column, 2) == (selection.rows, 1) and updates[0] == selection.rows, "its rows differ")
+        fits = self._shape(column, 2) == (selection.rows, 1) and updates[0] == selection.rows
+        expect(fits, "its results have another number of rows than its tokens")
         return selection
 
     def _shape(self, value: ir.Value, rank: int) -> tuple[Dim, ...]:
@@ -243,10 +245,11 @@ class _Reader:
         if node.op_type == "Slice":
             start, axis = self._integer(node_input(node, 1)), self._integer(node_input(node, 3))
             step = node_input(node, 4)
-            expect(step is None or self._integer(step) == 1, "it has steps")
+            expect(step is None or self._integer(step) == 1, "its Slice has a step other than 1")
         else:
             axis = integer_attribute(node, "axis", 0)
             start = self._integer(required(node, 1)) if node.op_type == "Gather" else root.index() or 0
+        expect(-2 <= start < 2 and -2 <= axis < 2, f"index {start} on axis {axis} is out of range")
         axis, start = axis % 2, start % 2
         if node.op_type != "Gather":
             expect(self._shape(root, 2)[axis] == 1 and self._shape(source, 2)[axis] == 2, "it has several rows")
@@ -261,7 +264,10 @@ class _Reader:
         """Read a NonZero of the elements of TopK that are one expert."""
         mask = required(node, 0)
         shape, rows = self._shape(mask, 2), self._shape(node.outputs[0], 2)[1]
-        while (cast := self._root(mask).producer()) is not None and is_op(cast, "Cast"):
+        for _ in range(_MOST_VIEWS):
+            cast = self._root(mask).producer()
+            if cast is None or not is_op(cast, "Cast"):
+                break
             mask = required(cast, 0)  # from int64 to bool
         maker = self._made_by(mask, "Equal", "Gather")
         if maker.op_type == "Equal":
@@ -292,7 +298,9 @@ class _Reader:
         axis, largest = integer_attribute(node, "axis", -1), integer_attribute(node, "largest", 1)
         shape = self._shape(node.outputs[1], 2)
         fits = self._root(value) is node.outputs[1] and self._sizes(value) == shape
-        expect(fits and axis in (-1, 1) and largest == 1 and isinstance(shape[1], int), "it is no selection of experts")
+        expect(
+            fits and axis in (-1, 1) and largest == 1 and isinstance(shape[1], int), "its TopK does not select experts"
+        )
         return node
 
     def _expert(
@@ -303,7 +311,7 @@ class _Reader:
         down, weight = self._layer_and_other(product)
         rows = selection.rows
         fits = self._sizes(down.output) == (rows, down.n) == self._sizes(product.outputs[0])
-        expect(fits, "its rows differ")
+        expect(fits, "its results have another number of rows than its tokens")
         expect(self._sizes(weight) == (rows, 1), "its weights do not have one column")
         gated = self._made_by(down.x, "Mul")
         up, activated = self._layer_and_other(gated)
@@ -387,9 +395,11 @@ class _Reader:
         node, normalizes = weights.producer(), False
         if node is not None and is_op(node, "Div"):
             weights, total = self._root(required(node, 0)), self._made_by(required(node, 1), "ReduceSum")
-            axes = self._dims.elements(node_input(total, 1))
-            expect(axes in ((-1,), (1,)) and integer_attribute(total, "keepdims", 1) == 1
-                   and self._root(required(total, 0)) is weights, "its weights are divided by another sum")  # fmt: skip
+            axes, shape = self._dims.elements(node_input(total, 1)), self._shape(weights, 2)
+            source, divisor = required(total, 0), required(node, 1)
+            is_sum = axes in ((-1,), (1,)) and integer_attribute(total, "keepdims", 1) == 1
+            is_sum = is_sum and self._root(source) is weights and self._sizes(source) == shape
+            expect(is_sum and self._sizes(divisor) == (shape[0], 1), "its weights are divided by another sum")
             normalizes = True
         ranked = self._root(required(top, 0))
         if weights is top.outputs[0]:
@@ -401,6 +411,7 @@ class _Reader:
         expect(integer_attribute(node, "axis", 0) in (-1, 1), "its weights are not those of the selected experts")
         expect(self._selected(required(node, 1)) is top, "its weights are not those of the selected experts")
         every = self._root(required(node, 0))
+        expect(self._sizes(required(node, 0)) == self._sizes(every), "its weights are selected from another shape")
         logits = self._softmax_of(every)
         expect(ranked in (every, logits), "it selects experts by other values than their weights")
         return logits, normalizes
@@ -435,7 +446,10 @@ class _Reader:
                 break
             visits += 1
             users = [use.node for use in value.uses() if _adds(use.node, use.idx)]
-            expect(len(users) == 1 and (is_op(users[0], "Add") or users[0] in left), "its results are not added")
+            expect(
+                len(users) == 1 and (is_op(users[0], "Add") or users[0] in left),
+                "its results are not added to each other",
+            )
             if is_op(users[0], "Add"):
                 waiting = [one for one in users[0].inputs if one is not None and one is not value]
             else:
@@ -508,7 +522,7 @@ def _data_of(node: ir.Node) -> ir.Value:
     """Return the data of a scatter after checking that it adds to them; without a reduction, they must be zeros."""
     attr, data = node.attributes.get("reduction"), required(node, 0)
     kind = "none" if attr is None else attr.as_string()
-    expect(kind == "add" or (kind == "none" and _is_zero(data)), "its results are not added")
+    expect(kind == "add" or (kind == "none" and _is_zero(data)), "its results are not added to each other")
     return data
 
 
@@ -594,7 +608,7 @@ def _join(found: SeparateExperts, x: ir.Value, new_name: Callable[[str], str]) -
         node = y.producer()
         assert node is not None
         node.attributes.add(ir.AttrString("activation_type", "swiglu"))
-        node.name = new_name(found.name)
+        node.name = found.name
         # Reading one expert from the stacked weights would read all of them.
         node.meta[WEIGHTS_BY_EXPERT] = first, second
         outputs.append(y)

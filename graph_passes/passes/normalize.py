@@ -45,7 +45,7 @@ class NormalizePass(RecipePass):
             unfuse(model, lambda wanted: self.context.new_name(model, wanted), plan.stores_tables)
         squeeze_weights(model, lambda wanted: self.context.new_name(model, wanted))
         ask_inputs(model, lambda wanted: self.context.new_name(model, wanted))
-        if plan.rounds_experts:
+        if plan.joins_experts:
             self._join_experts(model)
         if plan.replaces:  # the last pass `replace` undoes this for layers that are not replaced
             self.context.layers.unified += unify_quantized(model, lambda wanted: self.context.new_name(model, wanted))

@@ -20,8 +20,8 @@ from ..operators.paged_attention_function import BLOCK_TOKENS
 from ..passes.context import PassContext
 from .form import POOL, to_serving_form
 
-# The logits' 1 - cosine, averaged over tokens. Pools round keys and values to bfloat16. Deep models amplify that, so a
-# larger difference is accepted if rounding the cache of the optimized model has an effect of this order too.
+# Limits of 1 - cosine of the logits, averaged over tokens. Pools round keys and values to bfloat16. Deep models amplify
+# that, so a larger difference is accepted if rounding the cache of the optimized model has a similar effect.
 _MOST_DIFFERENCE, _OF_ROUNDING, _LIMIT = 0.01, 4.0, 0.1
 _MOST_TOKENS, _CALLS = 64, 4
 _IDS, _MASK, _POSITIONS = "input_ids", "attention_mask", "position_ids"
@@ -99,7 +99,7 @@ def _effect_of_rounding(decoder: Any, feeds: Feeds, expected: np.ndarray) -> flo
     given, found = dict(feeds), []
     ends = np.linspace(0, len(expected), min(_CALLS, len(expected)) + 1).astype(int).tolist()
     for begin, end in pairwise(ends):
-        # A mask is of past tokens too.
+        # attention_mask also covers past tokens.
         parts = {_IDS: slice(begin, end), _POSITIONS: slice(begin, end), _MASK: slice(end)}
         given |= {name: np.asarray(feeds[name])[..., part] for name, part in parts.items() if name in feeds}
         outputs = dict(zip(names, run_session(decoder, given, "the optimized model", VerificationError), strict=True))
@@ -107,9 +107,11 @@ def _effect_of_rounding(decoder: Any, feeds: Feeds, expected: np.ndarray) -> flo
             return 0.0
         found.append(outputs[LOGITS][0])
         for name, value in outputs.items():
-            if name.startswith(_PRESENT) and value is not None:
-                given[name.replace(_PRESENT, _PAST, 1)] = value.astype(bfloat16).astype(value.dtype)
-    return 1 - _cosine(expected, np.concatenate(found))
+            past = name.replace(_PRESENT, _PAST, 1)
+            if past in feeds and value is not None:
+                given[past] = value.astype(bfloat16).astype(value.dtype)
+    effect = 1 - _cosine(expected, np.concatenate(found))
+    return effect if np.isfinite(effect) else 0.0
 
 
 class _Pools:

@@ -174,8 +174,8 @@ class _Import:
                     given=weights.given,
                     given_experts=weights.experts,
                 )
-                layers = _fill_inputs(context)
                 steps = plan(self.recipe, context)
+                layers = _fill_inputs(context)
                 transform(steps, context)
                 self._tell_weights(weights, layers)
                 write(steps, context, embed_limit=0)

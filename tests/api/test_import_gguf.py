@@ -57,7 +57,9 @@ def test_architectures(tmp_path: Path, name: str) -> None:
     report = run(tmp_path, name, table="Q8_0")
     assert sorted(file.name for file in (tmp_path / "folder").iterdir()) == FILES
     assert sorted(file.name for file in tmp_path.iterdir()) == ["folder", "model.gguf"]
-    kept = [layer.name for layer in report.layers if layer.new_op not in ("W4A8MatMul", "W8A8MatMul", "MoE")]
+    left = [layer for layer in report.layers if layer.new_op not in ("W4A8MatMul", "W8A8MatMul", "MoE")]
+    assert all(layer.reason == "it routes tokens to experts, and stays float" for layer in left)
+    kept = [layer.name for layer in left]
     routers = CONFIGS[name].num_hidden_layers if CONFIGS[name].num_experts else 0
     assert len(kept) == routers and all(layer.endswith("/mlp/gate/MatMul") for layer in kept)
     assert sum(layer.new_op == "MoE" for layer in report.layers) == routers

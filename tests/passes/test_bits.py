@@ -21,6 +21,8 @@ from ortolan.graph_passes.report.search import LayerChoice, MeasuredForm
 from ortolan.graph_passes.weights.quantizers.grid import Quantization, dequantize, round_to_nearest
 from ortolan.models import tiny
 
+from .separate_experts import UNUSED, rows_of_x, separate
+
 
 @pytest.fixture(scope="module")
 def model() -> onnx.ModelProto:
@@ -94,6 +96,16 @@ def test_untied_heads_take_part_in_a_budget_of_bytes(model: onnx.ModelProto) -> 
     assert found in (4, 5, 6)
     with pytest.raises(VerificationError, match="no choice of 4, 5, 6 and 8 bits is within"):
         mixed(other, max_bytes=limit, ignore=("heads",))
+
+
+def test_experts_that_are_separate_layers_get_different_bits() -> None:
+    """Experts become one mixture only if 4 bits are enough for all of them."""
+    calibration = [{"x": rows_of_x(1, 24, seed)} for seed in range(8)]
+    wide = mixed(separate(), 0.5, calibration=calibration)
+    assert [layer.new_op for layer in wide.layers if layer.name == "mlp/experts"] == ["MoE"]
+    report = mixed(separate(), max_bytes="1GB", calibration=calibration)
+    found = {layer.name: layer.weight_bits for layer in report.layers}
+    assert [found[f"mlp/experts.{expert}/down_proj/MatMul"] for expert in (0, UNUSED)] == [8, 4]
 
 
 def test_float_scales_have_only_4_and_8_bits(model: onnx.ModelProto) -> None:

@@ -95,7 +95,7 @@ def test_experts_are_replaced(form: str, weights: str, most: float) -> None:
         ("optimum", "shape", "layer 'mlp/experts.2/gate_proj/MatMul' has another shape than that of expert 0"),
         ("optimum", "weights", "expert 2: its weights are those of other tokens"),
         ("optimum", "user", "a result of 'mlp/experts.1/up_proj/MatMul' is used elsewhere, too"),
-        ("short", "replaced", "its results are not added"),
+        ("short", "replaced", "its results are not added to each other"),
     ],
 )
 def test_other_forms_are_left_with_a_reason(form: str, wrong: str, reason: str) -> None:
@@ -128,6 +128,12 @@ def test_experts_stay_separate_if_layers_are_treated_one_by_one(options: dict[st
     assert "NonZero" in {node.op_type for node in report.model.graph.node}
 
 
+def test_a_calibrated_method_does_not_round_experts() -> None:
+    calibration = [{"x": rows_of_x(2, 64)}]
+    report = ortolan.optimize_onnx(separate(), weights="int4", method="gptq", calibration=calibration, options=OPTIONS)
+    assert "experts of mixtures are rounded without calibration, not by gptq" in report.notes
+
+
 def test_experts_stay_separate_if_one_is_pruned() -> None:
     recipe = Recipe.of(weights="int8").with_pass("prune", select=["*experts.1/up_proj*"])
     report = ortolan.optimize_onnx(separate(), recipe=recipe, options=OPTIONS)
@@ -135,16 +141,58 @@ def test_experts_stay_separate_if_one_is_pruned() -> None:
     assert f"the experts of 'mlp/experts' stay separate layers: {reason}" in report.notes
 
 
+def damage(proto: onnx.ModelProto, rng: np.random.Generator) -> None:
+    """Change an input, an integer attribute or a small integer constant at random."""
+    kind, nodes = rng.integers(3), proto.graph.node
+    if kind == 0:
+        node, other = nodes[rng.integers(len(nodes))], nodes[rng.integers(len(nodes))]
+        node.input[rng.integers(len(node.input))] = other.input[rng.integers(len(other.input))]
+    elif kind == 1:
+        found = [one for node in nodes for one in node.attribute if one.type in (one.INT, one.INTS)]
+        one = found[rng.integers(len(found))]
+        if one.type == one.INT:
+            one.i = int(rng.integers(-2, 4))
+        else:
+            one.ints[rng.integers(len(one.ints))] = int(rng.integers(0, 3))
+    else:
+        integers = [one for one in proto.graph.initializer if one.data_type == onnx.TensorProto.INT64]
+        one = integers[rng.integers(len(integers))]
+        array = onnx.numpy_helper.to_array(one).copy()
+        array.reshape(-1)[rng.integers(array.size)] = rng.integers(-6, 7)
+        one.CopyFrom(onnx.numpy_helper.from_array(array, one.name))
+
+
+def test_a_divisor_that_is_another_sum() -> None:
+    """The sum over one column of weights that were reshaped makes every weight 1."""
+    proto = separate()
+    (total,) = (node for node in proto.graph.node if node.op_type == "ReduceSum")
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array([-1, 1]), "column"))
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array([-1, SELECTED]), "as_before"))
+    at = list(proto.graph.node).index(total)
+    column = onnx.helper.make_node("Reshape", [total.input[0], "column"], ["one_column"])
+    back = onnx.helper.make_node("Reshape", ["sums", "as_before"], [total.output[0]])
+    total.input[0], total.output[0] = "one_column", "sums"
+    proto.graph.node.insert(at, column)
+    proto.graph.node.insert(at + 2, back)
+    (left,) = join_experts(model := normalized(proto), NewNames(model))
+    assert left.reason == "its weights are divided by another sum"
+
+
+def test_casts_in_a_circle() -> None:
+    proto = separate()
+    cast = next(node for node in proto.graph.node if node.op_type == "Cast")
+    cast.input[0] = cast.output[0]
+    list(find_separate_experts(ir.from_proto(proto)))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_damaged_mixtures_are_never_joined_wrongly(seed: int) -> None:
-    """A mixture whose constants or wiring are changed at random is left, or still computes the same."""
-    rng = np.random.default_rng(seed)
+    """A mixture whose wiring, attributes or constants are changed at random is left, or still computes the same."""
+    rng, compared = np.random.default_rng(seed), 0
     x = rows_of_x(2, 5)
-    for _ in range(40):
+    for _ in range(60):
         proto = separate(FORMS[rng.integers(2)], ROUTERS[rng.integers(len(ROUTERS))])
-        node = proto.graph.node[rng.integers(len(proto.graph.node))]
-        index, other = rng.integers(len(node.input)), proto.graph.node[rng.integers(len(proto.graph.node))]
-        node.input[index] = other.input[rng.integers(len(other.input))]
+        damage(proto, rng)
         try:
             expected = ort.InferenceSession(proto.SerializeToString()).run(None, {"x": x})
         except Exception:  # the damaged model is invalid, for which ONNX Runtime has many exceptions
@@ -154,3 +202,5 @@ def test_damaged_mixtures_are_never_joined_wrongly(seed: int) -> None:
             continue
         join_experts(model, NewNames(model))
         np.testing.assert_allclose(answer(model, x)[0], expected[0], rtol=1e-5, atol=1e-5)
+        compared += 1
+    assert compared

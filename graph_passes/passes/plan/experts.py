@@ -16,6 +16,8 @@ class ExpertsOptions(PassOptions):
     expert_bits: int | None = field(default=None, metadata=takes("int", choices=(4, 5, 6, 8), none=True))
     # 4, 5 and 6 bits: inputs that share an integer scale and zero point.
     expert_subgroup_size: int = field(default=SUBGROUP_SIZES[0], metadata=takes("int", choices=SUBGROUP_SIZES))
+    # Join experts that are separate layers to a mixture.
+    join: bool = field(default=True, metadata=takes("bool"))
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
 

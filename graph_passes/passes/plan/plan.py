@@ -44,7 +44,9 @@ class Plan:
         self._rules = [ReplaceRule(one) for one in options if isinstance(one, ReplaceOptions)]
         self._quantizing = [one for one in options if isinstance(one, QuantizeOptions | PruneOptions)]
         self.replaces_experts = "experts" in names
-        self._experts = [one for one in options if isinstance(one, ExpertsOptions) and one.expert_bits is not None]
+        self._experts = [
+            one for one in options if isinstance(one, ExpertsOptions) and one.join and one.expert_bits is not None
+        ]
         self._activations = [one for one in options if isinstance(one, ActivationsOptions)]
         self.replaces = "replace" in names
         self.prunes = "prune" in names
@@ -115,8 +117,14 @@ class Plan:
         )
 
     @property
-    def rounds_experts(self) -> bool:
-        """Return True if a pass `experts` replaces experts that the model stores as floats."""
+    def calibrated_methods(self) -> list[str]:
+        """Return the methods of passes `quantize` that fit weights to calibration data."""
+        methods = {one.method for one in self._quantizing if isinstance(one, QuantizeOptions)}
+        return [method for method in ("gptq", "awq") if method in methods]
+
+    @property
+    def joins_experts(self) -> bool:
+        """Return True if a pass `experts` replaces mixtures whose experts are separate layers."""
         return bool(self._experts)
 
     def why_separate(self, name: str, layers: Sequence[Linear]) -> str | None:
