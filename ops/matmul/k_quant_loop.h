@@ -10,8 +10,9 @@
 //     |y - exact| <= (2 groups + 5) u sum over g of |s_ig| (|scales[g, j] D_g| + |minimums[g, j] M_g|)  + u |y|
 //
 // A step is 16 inputs, four rows of weights. Targets that multiply pairs of bytes sum a step in 16-bit words, which
-// hold 8 x 127 x 31, or 8 x 127 x 32 around a zero point. Multiplying them with s takes the instruction that would only
-// widen them. Included by k_quant_kernels.cc only; local to each.
+// hold 8 x 127 x 31, or 8 x 127 x 32 around a zero point; 4 bits with minimums sum two steps, 16 x 127 x 15.
+// Multiplying them with s takes the instruction that would only widen them. Included by k_quant_kernels.cc only; local
+// to each.
 #pragma once
 
 #include <cstdint>
@@ -135,7 +136,7 @@ class KQuantLoop {
     const auto run = [&]<int kBits>() {
       const Shape shape(w);
       for (int64_t row = 0; row < args.m; row += kMostRows) {
-        const MatMulArgs part = RowsOf(args, row, kMostRows, KQuantRows<Simd>::PackedRowBytes(w));
+        const MatMulArgs part = RowsOf(args, row, kMostRows, shape.row_bytes);
         for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
           const Panel p(shape, part, panel);
           const KQuantStream<Simd, kBits> stream(w, panel, ActiveTuning().ahead);
@@ -165,6 +166,7 @@ class KQuantLoop {
   struct Shape {
     explicit Shape(const GroupWeight& w)
         : weight(w),
+          row_bytes(KQuantRows<Simd>::PackedRowBytes(w)),
           padded_k(kInt4Bitmap.PaddedK(w.k)),
           groups(ScaleRows(w.k, w.view.group)),
           group_spans(w.view.group / kSpanInputs),
@@ -173,6 +175,7 @@ class KQuantLoop {
           minimums(w.view.minimums != nullptr) {}
 
     const GroupWeight& weight;
+    int64_t row_bytes;
     int64_t padded_k;
     int64_t groups;
     int64_t group_spans;
@@ -199,8 +202,7 @@ class KQuantLoop {
       minimums.scales = of.weight.view.minimums + index * of.groups * kPanelColumns * scales.Bytes();
     }
     Block BlockAt(int64_t i, int64_t count) const {
-      const int64_t row_bytes = KQuantRows<Simd>::PackedRowBytes(shape.weight);
-      return Block(shape, static_cast<const char*>(args.x) + i * row_bytes, count);
+      return Block(shape, static_cast<const char*>(args.x) + i * shape.row_bytes, count);
     }
 
     const Shape& shape;
@@ -217,22 +219,28 @@ class KQuantLoop {
     return step_x + first / kTogether * kTogether * kRows + kTogether * r + first % kTogether;
   }
 
+  // Products of a row of weights, the initial sums of a step.
+  static typename Simd::Int Products(typename Simd::Bytes weights, typename Simd::Bytes quad) {
+    if constexpr (kWords) return Simd::MultiplyPairs(weights, quad);
+    return Simd::DotInt8(Simd::SetInt(0), weights, quad);
+  }
   // Sums of a step plus the products of a row of weights.
   static typename Simd::Int AddProducts(typename Simd::Int sums, typename Simd::Bytes weights,
                                         typename Simd::Bytes quad) {
     if constexpr (kWords) return Simd::DotNibbles(sums, weights, quad);
     return Simd::DotInt8(sums, weights, quad);
   }
-  // Sums of a group plus the sums of a step times s.
-  template <int kBits>
+  // Sums of a group plus the sums of a step times s. kPairs: see KQuantStream::kDotsPairs.
+  template <bool kPairs>
   static typename Simd::Int AddStep(typename Simd::Int sums, typename Simd::Int step, typename Simd::Int factors) {
-    if constexpr (KQuantStream<Simd, kBits>::kDotsPairs) return Simd::DotPair(sums, step, factors);
+    if constexpr (kPairs) return Simd::DotPair(sums, step, factors);
     return Simd::AddInt(sums, Simd::MultiplyInt(step, factors));
   }
 
   // Multiply few rows of x, all in one block: each row of weights is used from registers.
   template <int kBits, int kRows>
   __attribute__((noinline)) static void FewRows(const Panel& p, KQuantStream<Simd, kBits> stream) {
+    constexpr bool kPairs = KQuantStream<Simd, kBits>::kDotsPairs;
     const Shape& shape = p.shape;
     const Block block = p.BlockAt(0, kRows);
     const int8_t* x = block.x;
@@ -274,7 +282,7 @@ class KQuantLoop {
 #pragma GCC unroll 4
               for (int r = 0; r < kRows; ++r) {
                 sums[r] = Columns::template Of<Ints>(
-                    [&](int i) { return AddStep<kBits>(sums[r].at[i], step_sums[r].at[i], factors.at[i]); });
+                    [&](int i) { return AddStep<kPairs>(sums[r].at[i], step_sums[r].at[i], factors.at[i]); });
               }
             });
       }
@@ -316,96 +324,131 @@ class KQuantLoop {
     Window window;
     alignas(64) float totals[kMostRows][kPanelColumns];
     for (int64_t i = 0; i < p.args.m; ++i) Columns::Store(totals[i], Columns::Set(0.0f));
-    for (int64_t begin = 0; begin < p.shape.spans; begin += kWindowSpans) {
+    const int64_t window_groups = kWindowSpans / p.shape.group_spans;
+    int64_t group = 0;  // of the window's first span
+    for (int64_t begin = 0; begin < p.shape.spans; begin += kWindowSpans, group += window_groups) {
       const int64_t end = p.shape.spans - begin < kWindowSpans ? p.shape.spans : begin + kWindowSpans;
       Expand<kBits>(p.shape, stream, end - begin, window);
-      int64_t i = 0;
-      for (; i + kBlock <= p.args.m; i += kBlock) AddWindow<kBits, kBlock>(p, window, begin, end, i, totals[i]);
-      WithRowCount<kBlock - 1>(p.args.m - i,
-                               [&]<int kRows>() { AddWindow<kBits, kRows>(p, window, begin, end, i, totals[i]); });
+      const auto add = [&]<int kSteps, bool kMinimums>() {
+        constexpr bool kPairs = KQuantStream<Simd, kBits>::kDotsPairs;
+        int64_t i = 0;
+        for (; i + kBlock <= p.args.m; i += kBlock) {
+          AddWindow<kPairs, kBlock, kSteps, kMinimums>(p, window, begin, end, group, i, totals[i]);
+        }
+        WithRowCount<kBlock - 1>(p.args.m - i, [&]<int kRows>() {
+          AddWindow<kPairs, kRows, kSteps, kMinimums>(p, window, begin, end, group, i, totals[i]);
+        });
+      };
+      if constexpr (kWords && kBits == 4) {
+        if (p.shape.minimums && p.shape.weight.view.subgroups.size == kSpanInputs) {
+          add.template operator()<kStepsOfSpan, true>();
+          continue;
+        }
+      }
+      p.shape.minimums ? add.template operator()<1, true>() : add.template operator()<1, false>();
     }
     for (int64_t i = 0; i < p.args.m; ++i) p.output.StoreWithBias(i, Columns::Load(totals[i]));
   }
 
-  // Add the products of spans begin … end-1 with rows i … i+kRows-1 to their totals. One register of columns at a time,
-  // so that targets with 16 registers hold all sums.
-  template <int kBits, int kRows>
+  // Registers of columns whose sums are computed together. On targets with 16 registers, sums of steps stay in them;
+  // two registers of words share each repeated quad of x.
+  static constexpr int kTogetherColumns = kWords && Columns::kRegisters == 2 ? 2 : 1;
+  template <int kRows>
+  using RowSums = typename Simd::Int[kRows][kTogetherColumns];
+
+  // Call each(r, c) for all rows and registers of columns.
+  template <int kRows, typename Each>
+  __attribute__((always_inline)) static void ForSums(const Each& each) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int c = 0; c < kTogetherColumns; ++c) each(r, c);
+    }
+  }
+
+  // Add the products of spans begin … end-1 with rows i … i+kRows-1 to their totals, and prefetch the next rows.
+  // kSteps: steps with the same s that are summed before they are multiplied with it.
+  template <bool kPairs, int kRows, int kSteps, bool kMinimums>
   __attribute__((noinline)) static void AddWindow(const Panel& p, const Window& window, int64_t begin, int64_t end,
-                                                  int64_t i, float* totals) {
+                                                  int64_t first_group, int64_t i, float* totals) {
     const Shape& shape = p.shape;
     const Block block = p.BlockAt(i, kRows);
-    for (int j = 0; j < Columns::kRegisters; ++j) {
+    for (int j = 0; j < Columns::kRegisters; j += kTogetherColumns) {
       const int64_t column = j * Simd::kLanes;
       const int8_t* x = block.x + begin * kSpanInputs * kRows;
-      int64_t group = begin / shape.group_spans;
+      int64_t group = first_group;
       for (int64_t span = begin; span < end; ++group) {
-        typename Simd::Int sums[kRows], minimums[kRows];
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) sums[r] = minimums[r] = Simd::SetInt(0);
+        RowSums<kRows> sums, minimums;
+        ForSums<kRows>([&](int r, int c) { sums[r][c] = minimums[r][c] = Simd::SetInt(0); });
         const int64_t first = span;
         const int64_t group_end = end - span < shape.group_spans ? end : span + shape.group_spans;
         for (; span < group_end; ++span, x += kSpanInputs * kRows) {
+          if constexpr (kTogetherColumns > 1) PrefetchLines(x + kRows * shape.row_bytes, kSpanInputs * kRows);
 #pragma GCC unroll 2
-          for (int step = 0; step < kStepsOfSpan; ++step) {
-            AddSpanStep<kBits, kRows>(sums, window, block, shape.minimums, x + step * kStepInputs * kRows,
-                                      (span - begin) * kStepsOfSpan + step, span * kStepsOfSpan + step, column);
+          for (int step = 0; step < kStepsOfSpan; step += kSteps) {
+            AddSteps<kPairs, kRows, kSteps, kMinimums>(sums, window, block, x + step * kStepInputs * kRows,
+                                                       (span - begin) * kStepsOfSpan + step, span * kStepsOfSpan + step,
+                                                       column);
           }
         }
-        if (shape.minimums) {
+        if constexpr (kMinimums) {
           for (int64_t at = first; at < group_end; ++at) {
-            const auto t = Simd::LoadInt(window.minimums[at - begin] + column);
-#pragma GCC unroll 8
-            for (int r = 0; r < kRows; ++r) {
-              minimums[r] = Simd::DotPair(minimums[r], t, Simd::SetInt(block.terms[at * kRows + r]));
-            }
+            ForSums<kRows>([&](int r, int c) {
+              const auto t = Simd::LoadInt(window.minimums[at - begin] + column + c * Simd::kLanes);
+              minimums[r][c] = Simd::DotPair(minimums[r][c], t, Simd::SetInt(block.terms[at * kRows + r]));
+            });
           }
         }
-        EndGroup<kRows>(p, block, sums, minimums, group, j, totals + column);
+        EndGroup<kRows, kMinimums>(p, block, sums, minimums, group, j, totals + column);
       }
     }
   }
 
-  template <int kBits, int kRows>
-  __attribute__((always_inline)) static void AddSpanStep(typename Simd::Int (&sums)[kRows], const Window& window,
-                                                         const Block& block, bool minimums, const int8_t* x,
-                                                         int64_t window_step, int64_t step, int64_t column) {
-    typename Simd::Int step_sums[kRows];
+  template <bool kPairs, int kRows, int kSteps, bool kMinimums>
+  __attribute__((always_inline)) static void AddSteps(RowSums<kRows>& sums, const Window& window, const Block& block,
+                                                      const int8_t* x, int64_t window_step, int64_t step,
+                                                      int64_t column) {
+    RowSums<kRows> step_sums;
+    if constexpr (!kMinimums) {
+      ForSums<kRows>([&](int r, int c) { step_sums[r][c] = Simd::SetInt(block.terms[step * kRows + r]); });
+    }
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) step_sums[r] = Simd::SetInt(minimums ? 0 : block.terms[step * kRows + r]);
-#pragma GCC unroll 4
-    for (int row = 0; row < kStepRows; ++row) {
-      const auto q = Simd::LoadBytes(window.rows[window_step * kStepRows + row] + 4 * column);
+    for (int row = 0; row < kSteps * kStepRows; ++row) {
+      const int8_t* const step_x = x + row / kStepRows * kStepInputs * kRows;
+      typename Simd::Bytes q[kTogetherColumns];
+#pragma GCC unroll 2
+      for (int c = 0; c < kTogetherColumns; ++c) {
+        q[c] = Simd::LoadBytes(window.rows[window_step * kStepRows + row] + 4 * (column + c * Simd::kLanes));
+      }
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        step_sums[r] = AddProducts(step_sums[r], q, Simd::RepeatQuad(Quad<kRows>(x, row, r)));
+        const auto quad = Simd::RepeatQuad(Quad<kRows>(step_x, row % kStepRows, r));
+#pragma GCC unroll 2
+        for (int c = 0; c < kTogetherColumns; ++c) {
+          step_sums[r][c] = kMinimums && row == 0 ? Products(q[c], quad) : AddProducts(step_sums[r][c], q[c], quad);
+        }
       }
     }
-    const auto factors = Simd::LoadInt(window.factors[window_step] + column);
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) sums[r] = AddStep<kBits>(sums[r], step_sums[r], factors);
+    ForSums<kRows>([&](int r, int c) {
+      const auto factors = Simd::LoadInt(window.factors[window_step] + column + c * Simd::kLanes);
+      sums[r][c] = AddStep<kPairs>(sums[r][c], step_sums[r][c], factors);
+    });
   }
 
-  template <int kRows>
-  __attribute__((always_inline)) static void EndGroup(const Panel& p, const Block& block,
-                                                      const typename Simd::Int (&sums)[kRows],
-                                                      const typename Simd::Int (&minimums)[kRows], int64_t group, int j,
+  template <int kRows, bool kMinimums>
+  __attribute__((always_inline)) static void EndGroup(const Panel& p, const Block& block, const RowSums<kRows>& sums,
+                                                      const RowSums<kRows>& minimums, int64_t group, int j,
                                                       float* totals) {
-    const auto scales = p.scales.Load(p.scales.scales, group, j);
-    const float* of_x = block.scales + group * kRows;
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const auto scale = Simd::Multiply(scales, Simd::Set(of_x[r]));
-      Simd::Store(totals + r * kPanelColumns,
-                  Simd::MultiplyAdd(Simd::ToFloat(sums[r]), scale, Simd::Load(totals + r * kPanelColumns)));
-    }
-    if (!p.shape.minimums) return;
-    const auto minimum = p.minimums.Load(p.minimums.scales, group, j);
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const auto scale = Simd::Multiply(minimum, Simd::Set(of_x[r]));
-      Simd::Store(totals + r * kPanelColumns,
-                  Simd::MultiplyAdd(Simd::ToFloat(minimums[r]), scale, Simd::Load(totals + r * kPanelColumns)));
-    }
+    const auto add = [&](const GroupScales<Simd>& scales, const RowSums<kRows>& of) {
+      ForSums<kRows>([&](int r, int c) {
+        float* const total = totals + r * kPanelColumns + c * Simd::kLanes;
+        const auto scale =
+            Simd::Multiply(scales.Load(scales.scales, group, j + c), Simd::Set(block.scales[group * kRows + r]));
+        Simd::Store(total, Simd::MultiplyAdd(Simd::ToFloat(of[r][c]), scale, Simd::Load(total)));
+      });
+    };
+    add(p.scales, sums);
+    if constexpr (kMinimums) add(p.minimums, minimums);
   }
 };
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -204,40 +204,62 @@ class EncodesTexts(Protocol):
         """Return float32 [texts, width]."""
 
 
-def spearman_on_sts(encoder: EncodesTexts, csv_path: str | os.PathLike[str]) -> float:
-    """Return Spearman's correlation of cosine similarities and human scores, the usual metric of the STS benchmark.
+class SentencePairs(NamedTuple):
+    """The sentence pairs of an STS benchmark file, with human scores from 0 to 5."""
+
+    scores: list[float]
+    first: list[str]
+    second: list[str]
+
+
+def read_sentence_pairs(csv_path: str | os.PathLike[str]) -> SentencePairs:
+    """Return the pairs of sts-dev.csv or sts-test.csv as published.
 
     Args:
-        encoder: A TextEncoder or similar, whose vectors have length 1.
-        csv_path: sts-dev.csv or sts-test.csv as published: tab-separated, unquoted, UTF-8. Columns 5 to 7 hold the
-            score (0 to 5) and the two sentences; more columns may follow.
+        csv_path: Tab-separated, unquoted, UTF-8. Columns 5 to 7 hold the score and the two sentences; more columns may
+            follow.
 
     Raises:
         OrtolanError: A line does not have that format, or there are fewer than two lines.
     """
-    scores: list[float] = []
-    first: list[str] = []
-    second: list[str] = []
+    pairs = SentencePairs([], [], [])
     # Split by hand: csv would fail on unbalanced quotes, and splitlines() would split at Unicode line separators.
     for number, line in enumerate(Path(csv_path).read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         columns = line.rstrip("\r").split("\t")
         try:
-            score, one, two = float(columns[4]), columns[5], columns[6]
+            found = float(columns[4]), columns[5], columns[6]
         except (IndexError, ValueError) as error:
             raise OrtolanError(
                 f"{csv_path}, line {number}: expected tab-separated columns with a score in the 5th and sentences in "
                 f"the 6th and 7th, found {line[:80]!r}"
             ) from error
-        scores.append(score)
-        first.append(one)
-        second.append(two)
-    if len(scores) < 2:
-        raise OrtolanError(f"{csv_path} has {len(scores)} pairs of sentences; a correlation needs at least 2")
-    vectors = encoder.encode(first + second)
-    similarities = (vectors[: len(first)] * vectors[len(first) :]).sum(axis=1)
-    return spearman(similarities, np.array(scores))
+        for values, value in zip(pairs, found, strict=True):
+            values.append(value)
+    if len(pairs.scores) < 2:
+        raise OrtolanError(f"{csv_path} has {len(pairs.scores)} pairs of sentences; a correlation needs at least 2")
+    return pairs
+
+
+def spearman_on_sts(encoder: EncodesTexts, csv_path: str | os.PathLike[str]) -> float:
+    """Return Spearman's correlation of cosine similarities and human scores, the usual metric of the STS benchmark.
+
+    Args:
+        encoder: A TextEncoder or similar, whose vectors have length 1.
+        csv_path: As for `read_sentence_pairs`.
+
+    Raises:
+        OrtolanError: As for `read_sentence_pairs`.
+    """
+    pairs = read_sentence_pairs(csv_path)
+    return spearman_of_pairs(pairs, encoder.encode(pairs.first + pairs.second))
+
+
+def spearman_of_pairs(pairs: SentencePairs, vectors: np.ndarray) -> float:
+    """Return the correlation for the vectors of all first and then all second sentences."""
+    first, second = np.split(vectors, 2)
+    return spearman((first * second).sum(axis=1), np.array(pairs.scores))
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:

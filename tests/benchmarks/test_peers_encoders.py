@@ -8,6 +8,7 @@ import onnx_ir as ir
 import pytest
 
 from ortolan.benchmarks.encoder import FP32, INT8, Encoder, word_feeds
+from ortolan.embedding import SentencePairs
 from ortolan.models import tiny
 from tools.peers import encoders
 from tools.peers.comparison import Job, compare
@@ -19,6 +20,7 @@ from tools.peers.encoder_texts import (
     EncoderJudge,
     batches_of,
     make_works,
+    retrieval_of_pairs,
     write_batches,
 )
 from tools.peers.environments import REQUIREMENTS
@@ -114,9 +116,25 @@ def test_all_are_judged_by_the_first_one_which_is_exact(encoder, tmp_path):
         judge(Answers(exact=True, turn=0.5))
 
 
-def test_with_stsb_there_is_spearmans_correlation(encoder, sts, tmp_path):
-    qualities = EncoderJudge(job_of(tmp_path, sts=sts), encoder, tmp_path)(Answers(exact=True))
-    assert qualities == {"cosine": pytest.approx(1), "Spearman": pytest.approx(1)}
+def test_with_stsb_there_are_spearmans_correlation_and_the_retrieval_of_pairs(encoder, sts, tmp_path):
+    def judged():
+        return EncoderJudge(job_of(tmp_path, sts=sts), encoder, tmp_path)(Answers(exact=True))
+
+    qualities = {"cosine": pytest.approx(1), "Spearman": pytest.approx(1)}
+    assert judged() == qualities  # no pair to be found
+    sts.write_text(sts.read_text() + STS_LINE.format(score=4, first="one one", second="one one one"))
+    found = judged()
+    assert found.keys() == {*qualities, "nDCG@10"} and 0 < found["nDCG@10"] <= 1
+
+
+def test_the_retrieval_of_pairs():
+    """Pairs below 4 are documents only; the query itself and repeated sentences are not found."""
+    pairs = SentencePairs([5.0, 4.0, 1.0, 5.0], ["a", "c", "e", "a"], ["b", "d", "f", "a"])
+    angles = {"a": 0.0, "b": 0.2, "c": 0.1, "d": 3.0, "e": 2.5, "f": 1.0}
+    vectors = np.array([[np.cos(angles[one]), np.sin(angles[one])] for one in pairs.first + pairs.second])
+    # Ranks of the other sentence: 2 for a and b (c is nearer), 5 for c, 4 for d.
+    expected = (2 / np.log2(3) + 1 / np.log2(6) + 1 / np.log2(5)) / 4
+    assert retrieval_of_pairs(pairs, vectors.astype(np.float32)) == pytest.approx(expected)
 
 
 def test_vectors_come_back_in_the_order_of_the_texts(encoder, tmp_path):

@@ -7,14 +7,14 @@ or sorted by length first if the name ends in ", sorted".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from ortolan.benchmarks.encoder import SENTENCES, Encoder, calibration_feeds, word_feeds
-from ortolan.embedding import spearman_on_sts, token_feeds
+from ortolan.embedding import SentencePairs, read_sentence_pairs, spearman_of_pairs, token_feeds
 from ortolan.graph_passes.measure.feeds import Feeds
 
 from ..workers.process import WorkerError
@@ -29,6 +29,8 @@ MIXED, STS = "mixed 8-256", "STS-B"
 _LENGTHS = (8, 256)
 # Maps (texts, tokens) to batches in a pass: enough to make timer resolution and jitter negligible.
 SHAPES = {(1, 16): 32, (1, 128): 8, (8, 64): 2, (1, 256): 4, (8, 512): 1}
+_RELEVANT = 4.0  # lowest score of a pair whose sentences should find each other
+_RANKS = 10
 _SAME = 0.9999  # smallest cosine allowed between vectors of two fp32 computations
 
 
@@ -113,8 +115,8 @@ class Answers(Protocol):
 class EncoderJudge:
     """The quality of an encoder: the mean cosine to the first configuration's vectors, which are computed in fp32.
 
-    With an STS-B file, its sentences are used, and Spearman's correlation is measured too. Otherwise the sentences are
-    built in.
+    With an STS-B file, its sentences are used, and Spearman's correlation and the retrieval of pairs are measured too.
+    Otherwise the sentences are built in.
     """
 
     def __init__(self, job: Job, encoder: Encoder, folder: Path) -> None:
@@ -131,9 +133,13 @@ class EncoderJudge:
         if self._sts is None:
             vectors = self._answer(runner, calibration_feeds(self._encoder, SENTENCES))
         else:
-            sentences = _Sentences(lambda feeds: self._answer(runner, feeds), self._encoder)
-            qualities["Spearman"] = spearman_on_sts(sentences, self._sts)
-            vectors = sentences.vectors
+            pairs = read_sentence_pairs(self._sts)
+            assert self._encoder.tokenizer is not None
+            feeds = token_feeds(self._encoder.tokenizer, pairs.first + pairs.second)
+            vectors = self._answer(runner, [{name: one[name] for name in self._encoder.inputs} for one in feeds])
+            qualities["Spearman"] = spearman_of_pairs(pairs, vectors)
+            if (found := retrieval_of_pairs(pairs, vectors)) is not None:
+                qualities["nDCG@10"] = found
         if self._expected is None:
             if not runner.configuration.exact:
                 raise WorkerError("reference vectors are missing: the fp32 configuration failed")
@@ -155,19 +161,34 @@ class EncoderJudge:
         return vectors
 
 
-class _Sentences:
-    """The encoder that `spearman_on_sts` calls; it keeps the vectors for the cosine."""
+def retrieval_of_pairs(pairs: SentencePairs, vectors: np.ndarray) -> float | None:
+    """Return the mean nDCG@10 of a search for the other sentence of each pair that people scored 4 or higher.
 
-    def __init__(self, answer: Callable[[Sequence[Feeds]], np.ndarray], encoder: Encoder) -> None:
-        self._answer, self._encoder = answer, encoder
-        self.vectors = np.empty((0, 0), np.float32)
+    Documents are all distinct sentences except the query. None if there is no such pair.
 
-    def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """Return the vectors of sentences."""
-        assert self._encoder.tokenizer is not None
-        feeds = token_feeds(self._encoder.tokenizer, texts)
-        self.vectors = self._answer([{name: one[name] for name in self._encoder.inputs} for one in feeds])
-        return self.vectors
+    vectors: Unit vectors of all first, then all second sentences, float32 [sentences, width].
+    """
+    sentences = pairs.first + pairs.second
+    position = {sentence: number for number, sentence in reversed(list(enumerate(sentences)))}
+    documents = np.array(list(position.values()))
+    number_of = {sentence: number for number, sentence in enumerate(position)}
+    relevant: dict[int, set[int]] = {}
+    for score, *pair in zip(*pairs, strict=True):
+        one, two = (number_of[sentence] for sentence in pair)
+        if score >= _RELEVANT and one != two:
+            relevant.setdefault(one, set()).add(two)
+            relevant.setdefault(two, set()).add(one)
+    if not relevant:
+        return None
+    queries = np.array(list(relevant))
+    similarities = vectors[documents[queries]] @ vectors[documents].T
+    similarities[np.arange(len(queries)), queries] = -np.inf
+    discounts = 1 / np.log2(np.arange(_RANKS) + 2)
+    gains = []
+    for row, wanted in zip(similarities, relevant.values(), strict=True):
+        best = np.argsort(-row, kind="stable")[:_RANKS]
+        gains.append(discounts[: len(best)][np.isin(best, list(wanted))].sum() / discounts[: len(wanted)].sum())
+    return float(np.mean(gains))
 
 
 def mean_cosine(found: np.ndarray, expected: np.ndarray) -> float:

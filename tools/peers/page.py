@@ -26,7 +26,7 @@ PICTURE_TEXTS: Mapping[str, str] = {
 }
 _Table = tuple[list[str], list[list[str]]]  # columns and lines
 EXPLANATION = f" {MARK}: older than Ortolan's code."
-_DIGITS = {"cosine": 4, "Spearman": 4, "perplexity": 2, "error": 4}
+_DIGITS = {"cosine": 4, "Spearman": 4, "nDCG@10": 4, "perplexity": 2, "error": 4}
 
 
 def render(template: str, values: Mapping[str, object]) -> str:
