@@ -209,35 +209,43 @@ def spearman_on_sts(encoder: EncodesTexts, csv_path: str | os.PathLike[str]) -> 
 
     Args:
         encoder: A TextEncoder or similar, whose vectors have length 1.
-        csv_path: sts-dev.csv or sts-test.csv as published: tab-separated, unquoted, UTF-8. Columns 5 to 7 hold the
-            score (0 to 5) and the two sentences; more columns may follow.
+        csv_path: As for `read_sts`.
 
     Raises:
         OrtolanError: A line does not have that format, or there are fewer than two lines.
     """
-    scores: list[float] = []
-    first: list[str] = []
-    second: list[str] = []
+    pairs = read_sts(csv_path)
+    if len(pairs) < 2:
+        raise OrtolanError(f"{csv_path} has {len(pairs)} pairs of sentences; a correlation needs at least 2")
+    scores, first, second = zip(*pairs, strict=True)
+    vectors = encoder.encode([*first, *second])
+    similarities = (vectors[: len(first)] * vectors[len(first) :]).sum(axis=1)
+    return spearman(similarities, np.array(scores))
+
+
+def read_sts(csv_path: str | os.PathLike[str]) -> list[tuple[float, str, str]]:
+    """Return the pairs of a file of the STS benchmark: the score (0 to 5) and two sentences.
+
+    csv_path: sts-dev.csv or sts-test.csv as published: tab-separated, unquoted, UTF-8. Columns 5 to 7 hold the pair;
+    more columns may follow.
+
+    Raises:
+        OrtolanError: A line does not have that format.
+    """
+    pairs = []
     # Split by hand: csv would fail on unbalanced quotes, and splitlines() would split at Unicode line separators.
     for number, line in enumerate(Path(csv_path).read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         columns = line.rstrip("\r").split("\t")
         try:
-            score, one, two = float(columns[4]), columns[5], columns[6]
+            pairs.append((float(columns[4]), columns[5], columns[6]))
         except (IndexError, ValueError) as error:
             raise OrtolanError(
                 f"{csv_path}, line {number}: expected tab-separated columns with a score in the 5th and sentences in "
                 f"the 6th and 7th, found {line[:80]!r}"
             ) from error
-        scores.append(score)
-        first.append(one)
-        second.append(two)
-    if len(scores) < 2:
-        raise OrtolanError(f"{csv_path} has {len(scores)} pairs of sentences; a correlation needs at least 2")
-    vectors = encoder.encode(first + second)
-    similarities = (vectors[: len(first)] * vectors[len(first) :]).sum(axis=1)
-    return spearman(similarities, np.array(scores))
+    return pairs
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
