@@ -1,4 +1,4 @@
-"""Builds BERT encoders as ONNX from Hugging Face weights, without torch."""
+"""Builds BERT encoders and masked language models as ONNX from Hugging Face weights, without torch."""
 
 from __future__ import annotations
 
@@ -63,6 +63,21 @@ def bert_weight_shapes(config: BertConfig) -> dict[str, Shape]:
     return shapes
 
 
+_MASKED_LM = "bert."  # the prefix of the encoder's weights in BertForMaskedLM
+_HEAD = "cls.predictions"
+
+
+def masked_lm_weight_shapes(config: BertConfig) -> dict[str, Shape]:
+    """Return the weights that build_bert_masked_lm needs, as bert_weight_shapes does."""
+    hidden = config.hidden_size
+    return {
+        **{f"{_MASKED_LM}{name}": shape for name, shape in bert_weight_shapes(config).items()},
+        **linear_shapes({f"{_HEAD}.transform.dense": (hidden, hidden)}),
+        **norm_shapes(f"{_HEAD}.transform.LayerNorm", hidden),
+        f"{_HEAD}.bias": (config.vocab_size,),
+    }
+
+
 def build_bert(weights: Mapping[str, np.ndarray], config: BertConfig, name: str = "bert") -> ir.Model:
     """Build a BERT encoder (without pooler), opset 17, in the form of TorchScript exports.
 
@@ -81,12 +96,27 @@ def build_bert(weights: Mapping[str, np.ndarray], config: BertConfig, name: str 
     return builder.build(name)
 
 
+def build_bert_masked_lm(weights: Mapping[str, np.ndarray], config: BertConfig, name: str = "bert") -> ir.Model:
+    """Build a BERT with the head of a masked language model, whose last weight is the table of words.
+
+    Like build_bert, but with the names of BertForMaskedLM (masked_lm_weight_shapes), and the output is logits, float32
+    [batch, sequence, vocab_size].
+
+    Raises:
+        ModelBuildError: A weight is missing or does not fit the configuration.
+    """
+    shapes = masked_lm_weight_shapes(config)
+    check_weights(weights, shapes)
+    found = {key.removeprefix(_MASKED_LM): np.asarray(weights[key], dtype=np.float32) for key in shapes}
+    return _BertBuilder(found, config).build(name, has_head=True)
+
+
 class _BertBuilder(EncoderBuilder):
     def __init__(self, weights: Mapping[str, np.ndarray], config: BertConfig) -> None:
         super().__init__(weights, config.layer_norm_eps)
         self.config = config
 
-    def build(self, name: str) -> ir.Model:
+    def build(self, name: str, has_head: bool = False) -> ir.Model:
         graph = self.graph
         inputs = [
             tensor_value(input_name, ir.DataType.INT64, ["batch", "sequence"])
@@ -99,8 +129,20 @@ class _BertBuilder(EncoderBuilder):
             for layer in range(self.config.num_hidden_layers):
                 with graph.module(f"layer.{layer}"):
                     hidden = self.layer(hidden, mask, f"encoder.layer.{layer}")
-        set_type(hidden, ir.DataType.FLOAT, ["batch", "sequence", self.config.hidden_size])
-        return graph.model(name, inputs, {"last_hidden_state": hidden})
+        output, width = "last_hidden_state", self.config.hidden_size
+        if has_head:
+            hidden, output, width = self.head(hidden), "logits", self.config.vocab_size
+        set_type(hidden, ir.DataType.FLOAT, ["batch", "sequence", width])
+        return graph.model(name, inputs, {output: hidden})
+
+    def head(self, hidden: ir.Value) -> ir.Value:
+        graph = self.graph
+        with graph.module("cls"), graph.module("predictions"):
+            with graph.module("transform"):
+                hidden = self.gelu(self.linear(hidden, f"{_HEAD}.transform.dense"))
+                hidden = self.layer_norm(hidden, f"{_HEAD}.transform.LayerNorm")
+            words, bias = self.weights["embeddings.word_embeddings.weight"], self.weights[f"{_HEAD}.bias"]
+            return graph.linear(hidden, f"{_HEAD}.decoder", words, bias)
 
     def embeddings(self, input_ids: ir.Value, token_type_ids: ir.Value) -> ir.Value:
         graph = self.graph

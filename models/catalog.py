@@ -14,7 +14,7 @@ from types import ModuleType
 import onnx_ir as ir
 
 from ..errors import OrtolanError
-from .bert import BertConfig, build_bert
+from .bert import BertConfig, build_bert, build_bert_masked_lm
 from .fetch import Progress, fetch, working_folder
 from .gguf import read_gguf, read_gguf_tokenizer
 from .llama import AttentionForm, build_llama
@@ -69,6 +69,19 @@ def _build_minilm(folder: Path) -> ir.Model:
     return build_bert(weights, BertConfig.from_json(folder / "config.json"), name="all-minilm-l6-v2")
 
 
+SPLADE = "splade-tiny"
+
+
+def _build_splade(folder: Path) -> ir.Model:
+    weights = safetensors_numpy().load_file(folder / "model.safetensors")
+    # The file names the weights of norms like the first release of BERT.
+    renamed = {
+        name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias"): weight
+        for name, weight in weights.items()
+    }
+    return build_bert_masked_lm(renamed, BertConfig.from_json(folder / "config.json"), name=SPLADE)
+
+
 MPNET = "all-mpnet-base-v2"
 MPNET_ZIP = f"{MPNET}.zip"
 
@@ -106,6 +119,7 @@ _CATALOG: dict[str, _Source] = {
     "all-minilm-l6-v2": _Source(_build_minilm, tokenizer="tokenizer.json"),
     MPNET: _Source(_build_mpnet, tokenizer=_write_mpnet_tokenizer),
     "paraphrase-minilm-l3-v2": _Source("paraphrase-minilm-l3-v2.onnx"),
+    SPLADE: _Source(_build_splade, tokenizer="tokenizer.json"),
     "stories15m": _Source(decoder=_build_stories, tokenizer="tokenizer.bin"),
     "smollm2-135m-instruct": _Source(decoder=_build_smollm2, tokenizer=_write_smollm2_tokenizer),
 }

@@ -10,13 +10,19 @@ import pytest
 from scipy.special import erf
 
 from ortolan.models import tiny
-from ortolan.models.bert import BertConfig, bert_weight_shapes, build_bert
+from ortolan.models.bert import (
+    BertConfig,
+    bert_weight_shapes,
+    build_bert,
+    build_bert_masked_lm,
+    masked_lm_weight_shapes,
+)
 from ortolan.models.graph_builder import ModelBuildError
 
 
 def run(model: ir.Model, feeds: dict[str, np.ndarray]) -> np.ndarray:
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(["last_hidden_state"], feeds)[0]
+    return session.run(None, feeds)[0]
 
 
 def random_feeds(config: BertConfig, batch: int, sequence: int, seed: int = 1) -> dict[str, np.ndarray]:
@@ -30,7 +36,9 @@ def random_feeds(config: BertConfig, batch: int, sequence: int, seed: int = 1) -
     }
 
 
-def reference_bert(w: dict[str, np.ndarray], config: BertConfig, feeds: dict[str, np.ndarray]) -> np.ndarray:
+def reference_bert(
+    w: dict[str, np.ndarray], config: BertConfig, feeds: dict[str, np.ndarray], has_head: bool = False
+) -> np.ndarray:
     """Return BERT's outputs, computed in float64 one sentence and one head at a time."""
     w = {name: array.astype(np.float64) for name, array in w.items()}
 
@@ -59,6 +67,10 @@ def reference_bert(w: dict[str, np.ndarray], config: BertConfig, feeds: dict[str
             inner = dense(x, f"{p}.intermediate.dense")
             inner = inner * 0.5 * (1 + erf(inner / np.sqrt(2)))
             x = norm(x + dense(inner, f"{p}.output.dense"), f"{p}.output.LayerNorm")
+        if has_head:
+            x = dense(x, "cls.predictions.transform.dense")
+            x = norm(x * 0.5 * (1 + erf(x / np.sqrt(2))), "cls.predictions.transform.LayerNorm")
+            x = x @ w["embeddings.word_embeddings.weight"].T + w["cls.predictions.bias"]
         sentences.append(x)
     return np.stack(sentences)
 
@@ -76,6 +88,16 @@ def test_equals_numpy(overrides, batch, sequence):
     found = run(tiny.tiny_bert(seed=5, **overrides), feeds)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, reference_bert(weights, config, feeds), atol=1e-4)
+
+
+def test_a_masked_language_model_equals_numpy():
+    config = tiny.TINY_BERT
+    weights = tiny.random_weights(masked_lm_weight_shapes(config), seed=5)
+    feeds = random_feeds(config, 3, 7)
+    expected = reference_bert({name.removeprefix("bert."): one for name, one in weights.items()}, config, feeds, True)
+    model = build_bert_masked_lm(weights, config)
+    assert [(one.name, one.shape[2]) for one in model.graph.outputs] == [("logits", config.vocab_size)]
+    np.testing.assert_allclose(run(model, feeds), expected, atol=1e-4)
 
 
 def test_passes_the_checker_and_names_nodes_like_exports():

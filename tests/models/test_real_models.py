@@ -8,6 +8,7 @@ import pytest
 import ortolan
 from ortolan.cache_folder import default_cache_dir
 from ortolan.generate import Decoder, generate
+from ortolan.graph_passes.text.tokenizer_file import load_tokenizer as load_wordpieces
 from ortolan.models import get_model
 from ortolan.models.manifest import find_entry
 from ortolan.models.perplexity import sample_texts, score_texts, score_tokens
@@ -46,6 +47,15 @@ def test_minilm_is_a_valid_model(minilm):
     tokens = np.array([[101, 7592, 102]])
     feeds = {"input_ids": tokens, "attention_mask": np.ones_like(tokens), "token_type_ids": np.zeros_like(tokens)}
     assert make_session(minilm.onnx).run(None, feeds)[0].shape == (1, 3, 384)
+
+
+def test_splade_weights_the_words_of_a_text_and_related_ones():
+    pytest.importorskip("safetensors")
+    files = get_model("splade-tiny")
+    encoder = TextEncoder(make_session(files.onnx), files.tokenizer)
+    ((terms, _),) = ortolan.embed_sparse(["A kitten is napping on the couch."], encoder, top_k=16)
+    tokenizer = load_wordpieces(files.tokenizer)
+    assert {"kitten", "couch", "cat", "bed"} <= {tokenizer.id_to_token(int(one)) for one in terms}
 
 
 @pytest.mark.parametrize("attention", ["standard", "gqa"])
