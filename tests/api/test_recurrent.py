@@ -17,16 +17,16 @@ from ortolan.errors import ArgumentError
 from ortolan.generate import Decoder, generate, shares_cache
 from ortolan.server.conversion import model_kind, serving_folder
 
-from .hybrid import SIZE, hybrid
+from .hybrid import LAYERS, SIZE, hybrid
 
 PROMPT = [5, 17, 8, 11, 20]
 EXACT = {"keys": "float32", "values": "float32", "verify.seconds": 0.0}
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=LAYERS)
+def file(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     path = tmp_path_factory.mktemp("hybrid") / "model.onnx"
-    onnx.save(hybrid(), path)
+    onnx.save(hybrid(request.param), path)
     try:
         ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     except Exception as error:
