@@ -98,7 +98,7 @@ ANSWERS = $(BIN)/python -m tests.aarch64.answers build/aarch64/answers
 KERNELS = simd $(patsubst tests/%,%,$(wildcard tests/ops/test_*_kernels*.py)) ops/test_vnni_spmm_fixed_range.py \
   ops/test_vnni_spmm_op_hidden.py ops/test_bf16_rows.py ops/test_epilogue.py ops/test_layer_norm.py
 OPERATORS = $(addprefix ops/,$(addsuffix .py,test_w4a8_matmul_op test_w8a8_matmul_op test_vnni_spmm_op test_lut_post_op_op \
-  test_packed_tokens_op test_add_layer_norm_op test_linear_norm test_kernel_tables))
+  test_packed_tokens_op test_add_layer_norm_op test_linear_attention_op test_linear_norm test_kernel_tables))
 aarch64: $(VENV)/.installed
 	$(ANSWERS)
 	TESTING=OFF .ci/aarch64 cortex-a53 aarch64/check_models.py

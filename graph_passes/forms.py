@@ -289,6 +289,8 @@ class Form(PassOptions):
             steps.append({"name": "compress_cache", "precision": precision, "keys": self.cache, "values": values})
         elif self.fuses_attention:
             steps.append({"name": "fuse_cached_attention", "precision": precision})
+        if self.fuses_attention:
+            steps.append({"name": "linear_attention"})
         if self.stored is not None:
             steps += [*self._experts(), *self._replace()]
         if self.fuses_norms:
@@ -413,6 +415,7 @@ ADOPT: Mapping[str, Any] = {
         {"name": "calibrate"},
         {"name": "fuse_attention", "precision": "bf16"},
         {"name": "fuse_cached_attention", "precision": "bf16"},
+        {"name": "linear_attention"},
         {"name": "experts"},
         # min_sparsity is the fraction of zero blocks (four outputs, one input).
         {"name": "replace", "op": "VNNISpMM", "min_sparsity": _native.LEAST_ZERO_BLOCKS},

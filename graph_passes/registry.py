@@ -14,6 +14,7 @@ from .passes.experts import ExpertsPass
 from .passes.float_activations import FloatActivationsPass
 from .passes.fuse_lut import FuseLutPass
 from .passes.fuse_norm import FuseNormPass
+from .passes.linear_attention import LinearAttentionPass
 from .passes.normalize import NormalizePass
 from .passes.prune.prune import PrunePass
 from .passes.quantize.quantize import QuantizePass
@@ -35,6 +36,7 @@ PASSES: dict[str, type[RecipePass]] = {
     "cache_prompt": CachePromptPass,
     "compress_cache": CompressCachePass,
     "fuse_cached_attention": FuseCachedAttentionPass,
+    "linear_attention": LinearAttentionPass,
     "experts": ExpertsPass,
     "replace": ReplacePass,
     "fuse_lut": FuseLutPass,

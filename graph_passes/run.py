@@ -28,7 +28,9 @@ from .report.figures import human_bytes
 from .report.lines import first_of
 
 # Optional passes: one that fails is skipped, unless the user's own recipe names it.
-OPTIONAL = frozenset(("embeddings", "fuse_attention", "fuse_cached_attention", "fuse_lut", "fuse_norm", "unpad"))
+OPTIONAL = frozenset(
+    ("embeddings", "fuse_attention", "fuse_cached_attention", "fuse_lut", "fuse_norm", "linear_attention", "unpad")
+)
 
 
 @dataclass(frozen=True)

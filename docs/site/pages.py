@@ -27,6 +27,7 @@ OPERATORS = (
     "pack_tokens",
     "unpack_tokens",
     "add_layer_norm",
+    "linear_attention",
     "moe",
     "matmul",
     "epilogue",

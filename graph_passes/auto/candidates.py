@@ -168,6 +168,7 @@ def make_recipe(
         steps.append({"name": "embeddings"})
     if attention:
         steps += [{"name": name, "precision": "bf16"} for name in ("fuse_attention", "fuse_cached_attention")]
+        steps.append({"name": "linear_attention"})
     steps += _steps("replace", ((dict(one.replace) | {"op": one.op}, select) for one, select in globs.items()))
     if attention and has_integers:
         steps.append({"name": "fuse_norm"})

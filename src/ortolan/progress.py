@@ -30,6 +30,7 @@ class Stage(StrEnum):
     CODEBOOKS = "codebooks"
     COMPRESS_CACHE = "compress cache"
     FUSE_CACHED_ATTENTION = "fuse cached attention"
+    LINEAR_ATTENTION = "linear attention"
     EXPERTS = "experts"
     REPLACE = "replace"
     FUSE_LUT = "fuse tables"

@@ -1,9 +1,12 @@
-"""A small random hybrid decoder, with the operators and names of ONNX Runtime GenAI's builder.
+"""Small random hybrid decoders, with the operators and names of ONNX Runtime GenAI's builder.
 
-Layer 0 is a causal convolution and a gated delta rule with their states, layer 1 grouped-query attention.
+Layer 0 is a causal convolution and a recurrence with their states, layer 1 grouped-query attention. The recurrence is a
+gated delta rule, or Mamba 2, which the builder does not write, as ONNX Runtime's LinearAttention expresses it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import onnx
@@ -37,10 +40,11 @@ class _Graph:
         return self.node("MatMul", [x, self.weight(f"{name}.weight", k, n)], name)
 
 
-def hybrid(seed: int = 0) -> onnx.ModelProto:
+def hybrid(kind: str = "delta", seed: int = 0) -> onnx.ModelProto:
+    """Return a decoder whose layer 0 is a key of LAYERS."""
     graph = _Graph(seed)
     x = graph.node("Gather", [graph.weight("embed", VOCABULARY, HIDDEN), "input_ids"], "x")
-    x = _delta_layer(graph, x)
+    x = LAYERS[kind](graph, x)
     x = _attention_layer(graph, x)
     graph.linear(x, "logits", HIDDEN, VOCABULARY)
     floats = TensorProto.FLOAT
@@ -63,8 +67,47 @@ def hybrid(seed: int = 0) -> onnx.ModelProto:
 
 
 def _delta_layer(graph: _Graph, x: str) -> str:
-    qkv = graph.linear(x, "qkv", HIDDEN, 3 * HIDDEN)
-    turned = graph.node("Transpose", [qkv], "channels_first", perm=[0, 2, 1])
+    _convolved(graph, x, "q", "k", "v")
+    rates = graph.linear(x, "rates", HIDDEN, HEADS)
+    decay = graph.node("Neg", [graph.node("Softplus", [rates], "softplus")], "decay")
+    beta = graph.node("Sigmoid", [graph.linear(x, "beta_logits", HIDDEN, HEADS)], "beta")
+    heads = {"q_num_heads": HEADS, "kv_num_heads": HEADS, "update_rule": "gated_delta", "scale": SIZE**-0.5}
+    mixed = ["mixed", "present.0.recurrent"]
+    graph.node("LinearAttention", ["q", "k", "v", "past.0.recurrent", decay, beta], *mixed, domain=MICROSOFT, **heads)
+    return graph.node("Add", [x, graph.linear("mixed", "delta_out", HIDDEN, HIDDEN)], "x1")
+
+
+def _mamba_layer(graph: _Graph, x: str) -> str:
+    """Mamba 2 with a group of B and C per head: keys are B, queries C, values x times the time step."""
+    _convolved(graph, x, "C", "B", "inner")
+    bias = graph.weight("step_bias", HEADS)
+    steps = graph.node("Add", [graph.linear(x, "steps", HIDDEN, HEADS), bias], "biased_steps")
+    steps = graph.node("Softplus", [steps], "dt")
+    rates = graph.constant("A", -np.exp(graph.rng.uniform(-1, 1, HEADS)).astype(np.float32))
+    decay = graph.node("Mul", [steps, rates], "decay")
+    by_head = graph.constant("by_head", np.array([0, 0, HEADS, SIZE], np.int64))
+    flat = graph.constant("flat", np.array([0, 0, HIDDEN], np.int64))
+    last = graph.constant("last_axis", np.array([-1], np.int64))
+    inner = graph.node("Reshape", ["inner", by_head], "inner_heads")
+    steps = graph.node("Unsqueeze", [steps, last], "dt_heads")
+    value = graph.node("Reshape", [graph.node("Mul", [inner, steps], "scaled_heads"), flat], "scaled")
+    heads = {"q_num_heads": HEADS, "kv_num_heads": HEADS, "update_rule": "gated", "scale": 1.0}
+    scanned = ["scanned", "present.0.recurrent"]
+    graph.node("LinearAttention", ["C", "B", value, "past.0.recurrent", decay], *scanned, domain=MICROSOFT, **heads)
+    skipped = graph.node("Mul", [inner, graph.weight("D", HEADS, 1)], "skipped_heads")
+    y = graph.node("Add", ["scanned", graph.node("Reshape", [skipped, flat], "skipped")], "y")
+    z = graph.linear(x, "z", HIDDEN, HIDDEN)
+    gated = graph.node("Mul", [y, graph.node("Mul", [z, graph.node("Sigmoid", [z], "z_gate")], "z_silu")], "gated")
+    return graph.node("Add", [x, graph.linear(gated, "mamba_out", HIDDEN, HIDDEN)], "x1")
+
+
+LAYERS: dict[str, Callable[[_Graph, str], str]] = {"delta": _delta_layer, "mamba2": _mamba_layer}
+
+
+def _convolved(graph: _Graph, x: str, *parts: str) -> None:
+    """Add a linear layer to three parts and their causal convolution."""
+    wide = graph.linear(x, "in_proj", HIDDEN, 3 * HIDDEN)
+    turned = graph.node("Transpose", [wide], "channels_first", perm=[0, 2, 1])
     weight = graph.weight("conv.weight", 3 * HIDDEN, 1, KERNEL)
     bias = graph.weight("conv.bias", 3 * HIDDEN)
     conv = ["conv", "present.0.conv"]
@@ -73,14 +116,7 @@ def _delta_layer(graph: _Graph, x: str) -> str:
         "CausalConvWithState", [turned, weight, bias, "past.0.conv"], *conv, domain=MICROSOFT, **options
     )
     back = graph.node("Transpose", [turned], "channels_last", perm=[0, 2, 1])
-    graph.node("Split", [back], "q", "k", "v", axis=-1, num_outputs=3)
-    rates = graph.linear(x, "rates", HIDDEN, HEADS)
-    decay = graph.node("Neg", [graph.node("Softplus", [rates], "softplus")], "decay")
-    beta = graph.node("Sigmoid", [graph.linear(x, "beta_logits", HIDDEN, HEADS)], "beta")
-    heads = {"q_num_heads": HEADS, "kv_num_heads": HEADS, "update_rule": "gated_delta", "scale": SIZE**-0.5}
-    mixed = ["mixed", "present.0.recurrent"]
-    graph.node("LinearAttention", ["q", "k", "v", "past.0.recurrent", decay, beta], *mixed, domain=MICROSOFT, **heads)
-    return graph.node("Add", [x, graph.linear("mixed", "delta_out", HIDDEN, HIDDEN)], "x1")
+    graph.node("Split", [back], *parts, axis=-1, num_outputs=len(parts))
 
 
 def _attention_layer(graph: _Graph, x: str) -> str:

@@ -22,7 +22,7 @@ def option(recipe: Recipe, pass_name: str, name: str) -> object:
     return next(getattr(step.options, name) for step in recipe.passes if step.name == pass_name)
 
 
-FUSED = ("fuse_attention", "fuse_cached_attention")
+FUSED = ("fuse_attention", "fuse_cached_attention", "linear_attention")
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,7 @@ FUSED = ("fuse_attention", "fuse_cached_attention")
                 "embeddings",
                 "fuse_attention",
                 "compress_cache",
+                "linear_attention",
                 "experts",
                 *3 * ["replace"],
                 "fuse_norm",

@@ -42,8 +42,9 @@ def test_a_recipe_without_passes_says_so():
 
 def test_one_more_pass():
     recipe = NAMED["sparse-int8-4x1"]
-    assert [step.name for step in recipe.with_pass("ranges", max_values=20).passes][-7:] == [
-        *("fuse_attention", "ranges", "fuse_cached_attention", "replace", "fuse_norm", "unpad", "verify")
+    assert [step.name for step in recipe.with_pass("ranges", max_values=20).passes][-8:] == [
+        *("fuse_attention", "ranges", "fuse_cached_attention", "linear_attention"),
+        *("replace", "fuse_norm", "unpad", "verify"),
     ]
     with pytest.raises(RecipeError, match="unknown option 'numbers'"):
         recipe.with_pass("ranges", numbers=20)
