@@ -104,6 +104,7 @@ def test_a_step_behind_a_cache_of_any_content(runner):
     ("engine", "module", "options"),
     [
         ("llama.cpp", "llama_cpp", {"form": "Q4_0"}),
+        ("ik_llama.cpp", "ik_llama_cpp", {"repacked": True}),
         ("onnxruntime-genai", "onnxruntime_genai", {"how": "by hand"}),
         ("torch", "torch", {"form": "fp32"}),
         ("ctranslate2", "ctranslate2", {"form": "int8"}),
@@ -162,6 +163,49 @@ def test_the_perplexity_of_a_file_is_told_by_llama_cpp(source):
         judge(Fake("mistral.rs Q8_0", "mistralrs"))
     judge(Fake("llama.cpp Q8_0", "llama.cpp"))
     assert judge(Fake("mistral.rs Q8_0", "mistralrs")) == {"perplexity": pytest.approx(math.e)}
+
+
+def test_the_perplexity_of_ik_llama_cpp_is_that_of_llama_cpp_with_the_same_file(source):
+    class Fake:
+        def __init__(self, name, engine, total, **options):
+            self.configuration, self.total = Configuration(name, engine, source.gguf, options), total
+
+        def answer(self, work):
+            return np.array([[self.total, 2]], np.float32)
+
+    judge = decoders.judge_for(source)
+    forked = "ik_llama.cpp"
+    assert judge(Fake("ik_llama.cpp Q8_0", forked, 3.0)) == {"perplexity": pytest.approx(math.exp(1.5))}
+    judge(Fake("llama.cpp Q8_0", "llama.cpp", 2.0))
+    judge(Fake("llama.cpp Q8_0, Q8_0 cache", "llama.cpp", 3.0, cache="Q8_0"))
+    judge(Fake("ik_llama.cpp Q8_0, repacked", forked, 2.01))
+    judge(Fake("ik_llama.cpp Q8_0, Q8_0 cache, repacked", forked, 2.1, cache="Q8_0"))
+    judge(Fake("ik_llama.cpp Q6_0", forked, 2.1))
+    for total in (1.97, 2.03):
+        with pytest.raises(WorkerError, match=r"expected llama\.cpp's 2\.7183 with the same file"):
+            judge(Fake("ik_llama.cpp Q8_0, repacked", forked, total))
+
+
+def test_ik_llama_cpp_runs_llama_cpps_files_and_its_own_formats(source, tmp_path, monkeypatch):
+    def files(job, gguf, forms, prefix):
+        for form in forms:
+            yield form, {"opened": {"model": f"{prefix}{form}.gguf"}, "call": f"to {form}; llama_decode"}
+
+    job = Job((1,), 1.0, {"ik_llama.cpp": "python"}, tmp_path, print)
+    with pytest.raises(WorkerError, match=r"llama\.cpp, which makes its files, does not take part"):
+        list(decoders._ik_llama_cpp(job, source))
+    assert not list(decoders._ik_llama_cpp(Job((1,), 1.0, {}, tmp_path, print), source))
+    monkeypatch.setattr(decoders, "files_of_llama_cpp", files)
+    found = {one.name: one for one in decoders._ik_llama_cpp(job, source)}
+    assert list(found)[:2] == ["ik_llama.cpp Q6_0", "ik_llama.cpp Q6_0, repacked"] and len(found) == 2 * (2 + 4)
+    assert found["ik_llama.cpp Q6_0"].options == {"form": "Q6_0", "repacked": False}
+    assert found["ik_llama.cpp Q8_0, repacked"].options == {"how": "to Q8_0", "repacked": True}
+    assert found["ik_llama.cpp Q8_0"].model.name == "ik Q8_0.gguf"
+    long = decoders.Source(**{**vars(source), "model": decoders.SMOLLM2, "context": 20000})
+    found = {one.name: one for one in decoders._ik_llama_cpp(job, long)}
+    assert found["ik_llama.cpp Q4_1"].model == source.gguf and len(found) == 2 * (2 + 4 + 2)
+    cached = found["ik_llama.cpp Q4_0, Q8_0 cache, repacked"]
+    assert cached.options == {"how": "to Q4_0", "cache": "Q8_0", "repacked": True}
 
 
 def test_each_token_is_scored_once(source):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import itertools
 import json
@@ -16,7 +17,7 @@ import pytest
 from ortolan import import_gguf
 from ortolan.models.perplexity import score_tokens
 from ortolan.session import create_session
-from tools.peers import page, serving, serving_table
+from tools.peers import page, serving, serving_table, sizes
 from tools.peers.comparison import Job
 from tools.peers.configuration import WORKERS, Configuration, Runner
 from tools.peers.result import PeersResult, Row, Speed
@@ -49,7 +50,7 @@ def source(gguf):
 def script(monkeypatch):
     """Return the worker script."""
     monkeypatch.syspath_prepend(str(WORKERS))
-    names = ("decoder_engine", "decoders", "engine", "openvino_decoder", "serving")
+    names = ("decoder_engine", "decoders", "engine", "llama_cpp_decoder", "openvino_decoder", "serving")
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module("serving")
@@ -157,6 +158,18 @@ def test_each_type_of_the_cache_is_a_configuration(source, tmp_path):
     job = Job((1,), 0.0, {}, tmp_path, print, cache_types=("bfloat16", "int8"))
     found = {one.name: one.options.get("cache_type") for one in serving.configurations_for(job, source)}
     assert found == {"Ortolan, engine": "bfloat16", "Ortolan, engine, int8 cache": "int8", "Ortolan, one by one": None}
+
+
+def test_ik_llama_cpp_runs_a_file_with_and_without_repacking(source, tmp_path):
+    job = Job((1,), 0.0, {"ik_llama.cpp": "python"}, tmp_path, print)
+    found = [one for one in serving.configurations_for(job, source) if one.engine == "ik_llama.cpp"]
+    assert {one.name: one.options for one in found} == {
+        "ik_llama.cpp, as it is": {"repacked": False},
+        "ik_llama.cpp, as it is, repacked": {"repacked": True},
+        "ik_llama.cpp, Q8_0": {"repacked": False, "form": "Q8_0"},
+        "ik_llama.cpp, Q8_0, repacked": {"repacked": True, "form": "Q8_0"},
+    }
+    assert [one.name for one in sizes.configurations_for(job, source.gguf)][1:] == [one.name for one in found[:2]]
 
 
 def test_requests_are_seeded():
@@ -319,6 +332,7 @@ def test_results_without_measures_are_read():
     ("engine", "module", "options"),
     [
         ("llama.cpp", "llama_cpp", {"unified": True}),
+        ("ik_llama.cpp", "ik_llama_cpp", {"repacked": True}),
         ("onnxruntime-genai", "onnxruntime_genai", {"how": "by hand"}),
         ("openvino-genai", "openvino", {}),
     ],
@@ -434,7 +448,7 @@ def test_llama_cpps_lookup_keeps_the_right_tokens_of_drafts(script, monkeypatch)
         speculative = SimpleNamespace(LlamaPromptLookupDecoding=lambda num_pred_tokens, fake=fake: fake.draft)
         monkeypatch.setitem(sys.modules, "llama_cpp", fake.api)
         monkeypatch.setitem(sys.modules, "llama_cpp.llama_speculative", speculative)
-        engine = script.LlamaCppBatch(1, "model.gguf", "F16", unified=True)
+        engine = script.LlamaCppBatch(1, "model.gguf", cache="F16", unified=True)
         (given,) = engine.prepare({"kind": "serve", "prompts": [IDS[:20]], "answer": 30, "lookup": lookup})
         assert [len(times) for times in engine.serve(given).times] == [30]
     plain, lookup = fakes.values()
@@ -442,3 +456,128 @@ def test_llama_cpps_lookup_keeps_the_right_tokens_of_drafts(script, monkeypatch)
     assert plain.steps == 30 and lookup.steps < 20
     with pytest.raises(ValueError, match="drafts of one sequence only"):
         engine.prepare({**REQUESTS, "lookup": True})
+
+
+class FakeIk(FakeLlama):
+    """ik_llama.cpp's C interface, with the function names that llama.cpp had before."""
+
+    vocabulary = 50
+
+    def __init__(self):
+        super().__init__()
+        nothing = lambda *given: None  # noqa: E731
+        self.loaded = self.context = None
+        self.api = SimpleNamespace(
+            llama_batch=object,
+            llama_token=ctypes.c_int32,
+            llama_backend_init=nothing,
+            llama_batch_free=nothing,
+            llama_batch_init=self.api.llama_batch_init,
+            llama_context_default_params=SimpleNamespace,
+            llama_decode=self.decode,
+            llama_free=nothing,
+            llama_get_logits_ith=lambda context, row: self.logits([self.found[row]]),
+            llama_init_from_model=self.make_context,
+            llama_kv_cache_clear=lambda context: self.cells.clear(),
+            llama_model_default_params=SimpleNamespace,
+            llama_model_get_vocab=nothing,
+            llama_model_load_from_file=self.load,
+            llama_vocab_n_tokens=lambda vocabulary: self.vocabulary,
+            _lib=SimpleNamespace(
+                llama_batch_get_one=lambda tokens, count, first, sequence: SimpleNamespace(
+                    n_tokens=count, token=tokens, pos=range(first, first + count), seq_id=[[sequence]] * count
+                ),
+                llama_get_logits=lambda context: self.logits(self.found),
+                llama_kv_cache_seq_rm=lambda *given: self.forget(*given),
+                llama_log_set=lambda callback, data: None,
+                llama_print_system_info=lambda: b"AVX2 = 1 | AVX512 = 0 | ",
+            ),
+        )
+
+    def load(self, path, settings):
+        self.loaded = path, settings.repack_tensors
+        return 1
+
+    def make_context(self, model, settings):
+        self.context, self.cells = settings, {}
+        return 2
+
+    def forget(self, context, sequence, first, end):
+        del self.cells.get(sequence, [])[first:]
+
+    def logits(self, tokens):
+        """Return logits whose largest value in each row is that of a token."""
+        rows = np.full((len(tokens), self.vocabulary), -1.0, np.float32)
+        rows[np.arange(len(tokens)), tokens] = 1.0
+        values = rows.reshape(-1).tolist()
+        return ctypes.cast((ctypes.c_float * len(values))(*values), ctypes.POINTER(ctypes.c_float))
+
+
+@pytest.fixture
+def ik(script, monkeypatch):
+    """Return the worker of the serving section and a fake of ik_llama.cpp."""
+    fake = FakeIk()
+    monkeypatch.setitem(sys.modules, "ik_llama_cpp", SimpleNamespace(_ctypes_api=fake.api))
+    monkeypatch.setitem(sys.modules, "ik_llama_cpp._ctypes_api", fake.api)
+    return script.Worker(1), fake
+
+
+def test_ik_llama_cpp_serves_sequences_that_share_a_cache(ik, gguf, tmp_path):
+    worker, fake = ik
+    made = worker.make("ik_llama.cpp", str(gguf), str(tmp_path), {"repacked": True})
+    assert "repack_tensors=True" in made["call"] and made["call"].endswith("AVX2") and made["megabytes"] > 0
+    worker.open("ik_llama.cpp", made["opened"], {"kind": "score", "windows": [IDS[:8]]})
+    assert fake.loaded == (str(gguf).encode(), True) and fake.cells == {0: IDS[:7]}
+    worker.give(REQUESTS)
+    assert fake.context.n_ctx == sum(map(len, REQUESTS["prompts"])) + 3 * 6 and fake.context.n_seq_max == 3
+    for _ in range(2):
+        reply = worker.serve()
+        assert [len(times) for times in reply["times"]] == [6] * 3 and reply["order"] == APART
+        for sequence, prompt in enumerate(REQUESTS["prompts"]):
+            expected = list(prompt)
+            for _ in range(5):
+                expected.append(fake.next(expected))
+            assert fake.cells[sequence] == expected
+    for more, told in (
+        ({"lookup": True}, "ik-llama-cpp-python has no prompt lookup"),
+        ({"arrivals": [0.0] * 3}, "ik-llama-cpp-python has no scheduler"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            worker.give({**REQUESTS, **more})
+    with pytest.raises(ValueError, match=r"ik_llama\.cpp finds no prefixes"):
+        worker.give({"kind": "prefix", "prefix": IDS[:64], "tails": [IDS[:4], IDS[4:9]], "answer": 3})
+
+
+def test_ik_llama_cpp_decodes_greedily_after_the_tokens_in_the_cache(ik, gguf, script):
+    _, fake = ik
+    engine = script.IkLlamaCpp(1, str(gguf), cache="Q8_0", repacked=False)
+    expected = IDS[:20]
+    for _ in range(7):
+        expected.append(fake.next(expected))
+    for _ in range(2):
+        (part,) = engine.prepare({"kind": "decode", "ids": IDS[:20], "steps": 6})
+        for _ in range(2):
+            engine.set_up(part)
+            assert engine.run(part).tolist() == [[expected[-1]]] and fake.cells[0] == expected[:-1]
+    assert fake.loaded[1] is False and fake.context.type_k == fake.context.type_v == 8
+    (part,) = engine.prepare({"kind": "score", "windows": [IDS[:12]], "step": 4})
+    engine.set_up(part)
+    ((_, scored),) = engine.run(part)
+    assert scored == 11 and fake.cells[0] == IDS[:11]
+    fake.api.llama_decode = lambda context, batch: 1
+    engine = script.IkLlamaCpp(1, str(gguf), cache="F16", repacked=False)
+    with pytest.raises(ValueError, match="llama_decode failed with status 1"):
+        engine.prepare({"kind": "step", "context": 8, "steps": 1})
+
+
+def test_ik_llama_cpps_quantizer_makes_its_formats(ik, gguf, script, tmp_path, monkeypatch):
+    program = tmp_path / "quantize"
+    program.write_text('#!/bin/sh\n[ "$4" = Q6_0 ] || { echo "invalid ftype $4"; exit 1; }\ncp "$2" "$3"\n')
+    program.chmod(0o755)
+    quantize = SimpleNamespace(find_quantize_bin=lambda: program)
+    monkeypatch.setitem(sys.modules, "ik_llama_cpp.quantize", quantize)
+    made = script.IkLlamaCpp.make(gguf, tmp_path, 1, form="Q6_0", repacked=False)
+    assert made.opened == {"model": str(tmp_path / "Q6_0.gguf"), "cache": "F16", "repacked": False}
+    assert (tmp_path / "Q6_0.gguf").read_bytes() == gguf.read_bytes() and "model.gguf to Q6_0; " in made.call
+    with pytest.raises(ValueError, match=r"ik_llama\.cpp could not write Q9\.gguf: invalid ftype Q9"):
+        script.IkLlamaCpp.make(gguf, tmp_path, 1, form="Q9", repacked=False)

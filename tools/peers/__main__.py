@@ -7,8 +7,8 @@ python -m tools.peers [SECTION …] [--peer NAME … | all | none] [--model NAME
 python -m tools.peers --from FILE.json [--page PAGE.md] [--pictures FOLDER] [--compare OLD.json]
 
 On first use, each runtime is installed into an environment of its own in the cache folder: about 6 GB for all, and
-llama.cpp is compiled. Runtimes whose licenses allow evaluation only (deepsparse) run only if --peer names them. A
-runtime that cannot be installed or refuses a model is left out, and the result records why.
+llama.cpp and ik_llama.cpp are compiled. Runtimes whose licenses allow evaluation only (deepsparse) run only if --peer
+names them. A runtime that cannot be installed or refuses a model is left out, and the result records why.
 
 Each configuration is a process; all are pinned to the same CPUs and timed in turns. With --json, the rows of a model
 are written as soon as they are complete for one number of threads. Models that the file already has with these threads

@@ -37,6 +37,7 @@ SAMPLED = 2048  # tokens sampled from a model that is not scored on --text
 CACHE_TOKENS = 512  # tokens that calibrate the scales of an int8 cache
 _POSITIONS = CONTEXTS[-1] + 64  # the context length written into the model's file
 _CALIBRATED, _LEAST_SENTENCE = 256, 60  # number of calibration sentences, and their smallest number of characters
+_SAME_FILE = 0.01  # allowed relative difference in perplexity between llama.cpp and its fork: activations are rounded
 _EXACT = 1e-3  # allowed relative difference in perplexity between fp32 configurations
 
 # Settings of ONNX Runtime's quantizer, without zero points: the minima stored in SmolLM2's file are fractional, and
@@ -60,6 +61,7 @@ GGUF_FORMS = ("Q4_0", "Q4_1", "Q4_K_M", "Q8_0")
 MIXED_FORMS = ("Q4_K_M",)
 OPENVINO_FORMS = ("Q8_0",)
 GGUF_LONG_FORMS = ("Q4_0", "Q8_0")
+IK_FORMS = ("Q6_0", "IQ4_NL")  # by ik_llama.cpp's quantizer; its other formats need rows of a multiple of 256 weights
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,11 @@ class Source:
     windows: Sequence[Sequence[int]]
     texts: Path | None
     tokenizer: Path | None
+
+    @property
+    def form(self) -> str | None:
+        """The format of the GGUF file, if it is one of `GGUF_FORMS`."""
+        return "Q4_1" if self.model == SMOLLM2 else None
 
     @property
     def ids(self) -> list[int]:
@@ -107,6 +114,7 @@ def measure(job: Job, result: PeersResult) -> None:
             works = [work for work in works_for(source) if job.takes_work(work.name)]
             configurations = list(configurations_for(job, source))
             others = {
+                "ik_llama.cpp": _ik_llama_cpp(job, source),
                 "mistral.rs": _mistralrs(job, source),
                 "Ortolan 4 to 8 bits": _mixed_bits(job, source),
                 "OpenVINO GenAI": openvino_genai(job, gguf=source.gguf),
@@ -220,11 +228,37 @@ def _llama_cpp(job: Job, source: Source) -> Iterator[Configuration]:
     if (python := job.pythons.get("llama.cpp")) is None:
         return
     for form in GGUF_FORMS:
-        options: dict[str, Any] = {} if (source.model, form) == (SMOLLM2, "Q4_1") else {"form": form}
+        options: dict[str, Any] = {} if form == source.form else {"form": form}
         yield Configuration(f"llama.cpp {form}", "llama.cpp", source.gguf, options, python)
     for form in GGUF_LONG_FORMS if source.is_long else ():
         options = {"form": form, "cache": "Q8_0"}
         yield Configuration(f"llama.cpp {form}, Q8_0 cache", "llama.cpp", source.gguf, options, python)
+
+
+def _ik_llama_cpp(job: Job, source: Source) -> Iterator[Configuration]:
+    """Yield ik_llama.cpp with its own formats, and with the files of llama.cpp, so that their perplexities must agree.
+
+    Raises:
+        WorkerError: llama.cpp does not take part or cannot make a file.
+    """
+    if (python := job.pythons.get("ik_llama.cpp")) is None:
+        return
+
+    def configurations(name: str, model: Path, **options: Any) -> Iterator[Configuration]:
+        for label, repacked in ((name, False), (f"{name}, repacked", True)):
+            given = {**options, "repacked": repacked}
+            yield Configuration(f"ik_llama.cpp {label}", "ik_llama.cpp", model, given, python)
+
+    for form in IK_FORMS:
+        yield from configurations(form, source.gguf, form=form)
+    if source.form is not None:
+        yield from configurations(source.form, source.gguf)
+    forms = [form for form in GGUF_FORMS if form != source.form]
+    for form, made in files_of_llama_cpp(job, source.gguf, forms, "ik "):
+        model, how = Path(made["opened"]["model"]), made["call"].partition(";")[0]
+        yield from configurations(form, model, how=how)
+        if source.is_long and form in GGUF_LONG_FORMS:
+            yield from configurations(f"{form}, Q8_0 cache", model, how=how, cache="Q8_0")
 
 
 def genai_configurations(job: Job, source: Source) -> Iterator[Configuration]:
@@ -332,7 +366,7 @@ def judge_for(source: Source) -> Judge:
     by_format: dict[str, float] = {}  # perplexities of llama.cpp's formats
 
     def judge(runner: Runner) -> Mapping[str, float]:
-        form = runner.configuration.name.split()[-1]
+        form = runner.configuration.name.partition(",")[0].split()[-1]
         if runner.configuration.engine == "mistralrs":
             if form not in by_format:
                 raise WorkerError(
@@ -345,8 +379,12 @@ def judge_for(source: Source) -> Judge:
         work = {"kind": "score", "windows": source.windows, **({"step": 1} if by_steps else {})}
         perplexity = perplexity_of(runner, work)
         original.append(perplexity)
-        if runner.configuration.engine == "llama.cpp":
+        if runner.configuration.engine == "llama.cpp" and not rounded:
             by_format[form] = perplexity
+        same = by_format.get(form, perplexity)
+        forked = runner.configuration.engine == "ik_llama.cpp" and not rounded
+        if forked and abs(perplexity / same - 1) > _SAME_FILE:
+            raise WorkerError(f"perplexity is {perplexity:.4f}, expected llama.cpp's {same:.4f} with the same file")
         if runner.configuration.exact and abs(perplexity / original[0] - 1) > _EXACT:
             raise WorkerError(f"perplexity is {perplexity:.4f}, expected the original's {original[0]:.4f}")
         return {"perplexity": perplexity}

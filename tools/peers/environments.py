@@ -33,26 +33,36 @@ REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "torch": (_TORCH, _TRANSFORMERS),
     "sentence-transformers": ("sentence-transformers==6.2.0", _TORCH),
     "fastembed": ("fastembed==0.9.1",),
-    "llama.cpp": ("llama-cpp-python==0.3.36",),  # compiled here, for this CPU
+    "llama.cpp": ("llama-cpp-python==0.3.36",),
+    "ik_llama.cpp": ("ik-llama-cpp-python==0.1.5",),
     "onnxruntime-genai": ("onnxruntime-genai==0.18.0",),
     "mistralrs": ("mistralrs==0.9.5", "numpy"),
     "deepsparse": ("deepsparse==1.8.0",),
 }
 # Runtimes whose licenses allow only evaluation; they run only if --peer names them.
 ASKED_FOR = ("deepsparse",)
+# Packages that pip compiles here, for this CPU, and variables for that. llama.cpp's vision library (LLAVA) is not
+# needed, nor are ik_llama.cpp's attention kernels for caches of 4 bits. The wheels of ik_llama.cpp use AVX2 only.
+_COMPILED: Mapping[str, Mapping[str, str]] = {
+    "llama.cpp": {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"},
+    "ik_llama.cpp": {
+        "CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_IQK_FA_ALL_QUANTS=OFF",
+        "PIP_NO_BINARY": "ik-llama-cpp-python",
+    },
+}
 _MADE = ".made"
 
 
 def _variables(peer: str) -> Mapping[str, str]:
     """Return environment variables for packages that pip compiles here.
 
-    llama.cpp is compiled by clang if it is installed (packages clang-16 and libomp-16-dev of Debian). GCC 12 to 15
-    remove ggml's stores to memory that only AMX instructions read, such as the tile configuration, so dead store
-    elimination is off with GCC. The vision library (LLAVA) is not needed.
+    They are compiled by clang if it is installed (packages clang-16 and libomp-16-dev of Debian). GCC 12 to 15 remove
+    ggml's stores to memory that only AMX instructions read, such as the tile configuration, so dead store elimination
+    is off with GCC.
     """
-    if peer != "llama.cpp":
+    variables = dict(_COMPILED.get(peer, {}))
+    if not variables:
         return {}
-    variables = {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}
     if clang := next(filter(shutil.which, _CLANGS), None):
         return variables | {"CC": clang, "CXX": clang.replace("clang", "clang++")}
     return variables | ({"CXXFLAGS": "-fno-tree-dse -fno-dse"} if _MAY_HAVE_AMX else {})

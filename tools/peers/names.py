@@ -21,6 +21,7 @@ RUNTIMES: Mapping[str, str] = {
     "torch": "PyTorch",
     "sentence-transformers": "PyTorch",
     "llama.cpp": "llama.cpp",
+    "ik_llama.cpp": "ik_llama.cpp",
     "mistralrs": "mistral.rs",
     "deepsparse": "DeepSparse",
 }

@@ -49,7 +49,8 @@ _WIDTH = 8.3  # inches: a README's column of 830 pixels at 100 dpi
 _LABEL_HEIGHT, _LETTER = 13.0, 6.0  # in points, for names of lines: height of a name, width of a letter
 # Runtimes with equal colors never appear in one picture.
 _COLORS = {
-    "ONNX Runtime": 0, "OpenVINO": 1, "llama.cpp": 1, "CTranslate2": 2, "PyTorch": 3, "mistral.rs": 4, "DeepSparse": 4,
+    "ONNX Runtime": 0, "OpenVINO": 1, "llama.cpp": 1, "CTranslate2": 2, "ik_llama.cpp": 2, "PyTorch": 3,
+    "mistral.rs": 4, "DeepSparse": 4,
 }  # fmt: skip
 
 

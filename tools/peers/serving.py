@@ -127,6 +127,20 @@ def configurations_for(job: Job, source: Source) -> Iterator[Configuration]:
                 options = {"unified": unified, **({} if form is None else {"form": form})}
                 label = f"llama.cpp, {'as it is' if form is None else form}, {name}"
                 yield Configuration(label, "llama.cpp", source.gguf, options, python)
+    for form in (None, *LLAMA_CPP_FORMS):
+        yield from ik_llama_cpp(job, source.gguf, form)
+
+
+def ik_llama_cpp(job: Job, gguf: Path, form: str | None = None) -> Iterator[Configuration]:
+    """Yield ik_llama.cpp with a GGUF file or a form made from it, without and with its run-time repacking.
+
+    Repacking speeds up only some formats and works, and copies the weights.
+    """
+    if (python := job.pythons.get("ik_llama.cpp")) is not None:
+        name = f"ik_llama.cpp, {'as it is' if form is None else form}"
+        for label, repacked in ((name, False), (f"{name}, repacked", True)):
+            options = {"repacked": repacked, **({} if form is None else {"form": form})}
+            yield Configuration(label, "ik_llama.cpp", gguf, options, python)
 
 
 def genai_configurations(job: Job, source: Source) -> Iterator[Configuration]:

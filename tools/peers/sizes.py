@@ -1,7 +1,7 @@
-"""Compare decoders of 0.5 to 8 billion weights: one GGUF file in Ortolan's engine and in llama.cpp.
+"""Compare decoders of 0.5 to 8 billion weights: one GGUF file in Ortolan's engine, llama.cpp and its fork.
 
 The weights are random (tools.random_gguf): speed, memory and sizes do not depend on their values. The perplexity of
-random tokens only shows that both runtimes compute the same function. The largest model is also optimized from a
+random tokens only shows that the runtimes compute the same function. The largest model is also optimized from a
 float32 ONNX file of 32 GB, to measure the memory for it. The temporary folder needs 15 GB, for this file 50 GB.
 """
 
@@ -25,7 +25,7 @@ from .comparison import Found, Job, LeaveOut, Work, compare, open_all
 from .configuration import Configuration, Runner, speed_of
 from .decoder_source import write_onnx
 from .result import Measure, PeersResult, Row
-from .serving import FIRST, MEMORY, UNIT, Serving
+from .serving import FIRST, MEMORY, UNIT, Serving, ik_llama_cpp
 from .serving import SCRIPT as SCRIPT
 from .serving_times import Run
 from .verdict import SIZES as SECTION
@@ -108,10 +108,11 @@ def _compare(job: Job, name: str, result: PeersResult) -> None:
 
 
 def configurations_for(job: Job, gguf: Path) -> Iterator[Configuration]:
-    """Yield Ortolan's engine, then llama.cpp."""
+    """Yield Ortolan's engine, then llama.cpp and ik_llama.cpp."""
     yield Configuration("Ortolan, engine", "ortolan", gguf, {"cache_type": "bfloat16"}, ours=True)
     if (python := job.pythons.get("llama.cpp")) is not None:
         yield Configuration("llama.cpp, as it is", "llama.cpp", gguf, {"unified": True}, python)
+    yield from ik_llama_cpp(job, gguf)
 
 
 def _time(served: Serving, work: Requests, bytes_read: int) -> None:

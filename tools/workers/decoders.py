@@ -20,7 +20,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,10 +30,12 @@ import numpy as np
 if TYPE_CHECKING:
     from .decoder_engine import DecoderEngine, Part, any_ids
     from .engine import Engine, EngineWorker, Made, megabytes, ort_options, with_data
+    from .llama_cpp_decoder import IkLlamaCpp, LlamaCpp
     from .openvino_decoder import OpenVinoGenAi
 else:
     from decoder_engine import DecoderEngine, Part, any_ids
     from engine import Engine, EngineWorker, Made, megabytes, ort_options, with_data
+    from llama_cpp_decoder import IkLlamaCpp, LlamaCpp
     from openvino_decoder import OpenVinoGenAi
 
 _FILES = ("calibration", "tokenizer")  # arguments of optimize_onnx that are paths
@@ -143,111 +144,6 @@ class Ortolan(_Onnx):
     def _open(self, model: str, threads: int) -> Any:
         session = importlib.import_module("ortolan.session")
         return session.create_session(model, ort_options(session.new_options(), threads))
-
-
-class LlamaCpp(DecoderEngine):
-    """llama.cpp through its C interface (llama-cpp-python). The model is a GGUF file."""
-
-    packages = ("llama-cpp-python",)
-    modules = ("llama_cpp",)
-    _BATCH = 2048  # tokens per call, which llama.cpp splits into micro-batches of 512
-
-    @classmethod
-    def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
-        """Quantize the file.
-
-        Options: `form`, a llama.cpp format such as "Q4_K_M" for its quantizer, by default no quantization;
-        `cache`, the type of keys and values, by default F16. llama.cpp chooses whether to use flash attention.
-        """
-        steps, form, cache = [], options.get("form"), options.get("cache", "F16")
-        if form is not None:
-            source, model = model, folder / f"{form}.gguf"
-            _requantize(source, model, form)
-            steps.append(f"llama_model_quantize({source.name!r} to {form}, allow_requantize)")
-        steps.append(f"llama_decode, n_batch={cls._BATCH}, n_ubatch=512, flash_attn=auto, type_k = type_v = {cache}")
-        system = importlib.import_module("llama_cpp").llama_print_system_info().decode()
-        steps.append(", ".join(re.findall(r"(\w+) = 1\b", system)))
-        return Made({"model": str(model), "cache": cache}, "; ".join(steps), megabytes(model))
-
-    def __init__(self, threads: int, model: str, cache: str) -> None:
-        self._api = importlib.import_module("llama_cpp")
-        self._threads = threads
-        self._cache = getattr(self._api, f"GGML_TYPE_{cache}")
-        self._api.llama_backend_init()
-        self._log = self._api.llama_log_callback(lambda level, text, data: None)
-        self._api.llama_log_set(self._log, None)
-        self._model = self._api.llama_model_load_from_file(model.encode(), self._api.llama_model_default_params())
-        if not self._model:
-            raise ValueError(f"llama.cpp cannot read {model}")
-        self._vocabulary = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
-        self._context: Any = None
-
-    def make_room(self, tokens: int) -> None:
-        """Make an empty cache."""
-        self._make_context(tokens)
-
-    def _make_context(self, tokens: int, sequences: int = 1, unified: bool = False) -> None:
-        """Make an empty cache for `tokens` tokens of all sequences together.
-
-        unified: Whether sequences share one cache, or else each has an equal part of it.
-        """
-        api = self._api
-        if self._context:
-            api.llama_free(self._context)
-        settings = api.llama_context_default_params()
-        settings.n_ctx, settings.n_batch, settings.n_ubatch = tokens, self._BATCH, 512
-        settings.n_seq_max, settings.kv_unified = sequences, unified
-        settings.n_threads = settings.n_threads_batch = self._threads
-        settings.type_k = settings.type_v = self._cache
-        self._context = api.llama_init_from_model(self._model, settings)
-        if not self._context:
-            raise ValueError(f"llama.cpp cannot make a context of {tokens} tokens")
-
-    def rewind(self, tokens: int) -> None:
-        """Keep the first tokens of the cache."""
-        self._api.llama_memory_seq_rm(self._api.llama_get_memory(self._context), 0, tokens, -1)
-
-    def feed(self, ids: Sequence[int]) -> np.ndarray:
-        """Append tokens and return the last logits."""
-        for begin in range(0, len(ids), self._BATCH):
-            given = ids[begin : begin + self._BATCH]
-            tokens = (self._api.llama_token * len(given))(*given)  # the batch points to it
-            self._decode(self._api.llama_batch_get_one(tokens, len(given)))
-        return np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._context, -1), (self._vocabulary,))
-
-    def feed_all(self, ids: Sequence[int]) -> np.ndarray:
-        """Append tokens and return their logits."""
-        first = self._api.llama_memory_seq_pos_max(self._api.llama_get_memory(self._context), 0) + 1
-        batch = self._api.llama_batch_init(len(ids), 0, 1)
-        try:
-            batch.n_tokens = len(ids)
-            for index, token in enumerate(ids):
-                batch.token[index], batch.pos[index], batch.logits[index] = token, first + index, True
-                batch.n_seq_id[index], batch.seq_id[index][0] = 1, 0
-            self._decode(batch)
-        finally:
-            self._api.llama_batch_free(batch)
-        pointer = self._api.llama_get_logits(self._context)
-        return np.ctypeslib.as_array(pointer, (len(ids), self._vocabulary)).copy()
-
-    def fill(self, tokens: int) -> None:
-        """Fill the cache with arbitrary tokens."""
-        self.feed(any_ids(tokens))
-
-    def _decode(self, batch: Any) -> None:
-        if (status := self._api.llama_decode(self._context, batch)) != 0:
-            raise ValueError(f"llama_decode failed with status {status}")
-
-
-def _requantize(source: Path, target: Path, form: str) -> None:
-    api = importlib.import_module("llama_cpp")
-    number = getattr(api, f"LLAMA_FTYPE_MOSTLY_{form}", None)
-    if number is None:
-        raise ValueError(f"unknown llama.cpp format {form!r}, expected one such as 'Q4_0' or 'Q4_K_M'")
-    settings = api.llama_model_quantize_default_params()
-    settings.ftype, settings.allow_requantize = number, True
-    if api.llama_model_quantize(str(source).encode(), str(target).encode(), settings) != 0:
-        raise ValueError(f"llama.cpp could not write {target.name} from {source.name}")
 
 
 class GenAi(DecoderEngine):
@@ -534,6 +430,7 @@ class Worker(EngineWorker):
         "onnxruntime": OnnxRuntime,
         "ortolan": Ortolan,
         "llama.cpp": LlamaCpp,
+        "ik_llama.cpp": IkLlamaCpp,
         "onnxruntime-genai": GenAi,
         "openvino-genai": OpenVinoGenAi,
         "torch": Torch,

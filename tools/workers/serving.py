@@ -33,13 +33,15 @@ import numpy as np
 
 if TYPE_CHECKING:
     from .decoder_engine import DecoderEngine, Part
-    from .decoders import GenAi, LlamaCpp, Ortolan
+    from .decoders import GenAi, Ortolan
     from .engine import Engine, EngineWorker, Made, forget_peak, megabytes, peak_megabytes, with_data
+    from .llama_cpp_decoder import IkLlamaCpp, LlamaCpp
     from .openvino_decoder import OpenVinoGenAi
 else:
     from decoder_engine import DecoderEngine, Part
-    from decoders import GenAi, LlamaCpp, Ortolan
+    from decoders import GenAi, Ortolan
     from engine import Engine, EngineWorker, Made, forget_peak, megabytes, peak_megabytes, with_data
+    from llama_cpp_decoder import IkLlamaCpp, LlamaCpp
     from openvino_decoder import OpenVinoGenAi
 
 # How an engine orders prompts and steps: "mixed", steps of some requests with prompts of other requests; "apart", all
@@ -294,29 +296,32 @@ class OrtolanEngine(ServingEngine):
 
 
 class LlamaCppBatch(ServingEngine, LlamaCpp):
-    """llama.cpp with all sequences in one batch (llama-cpp-python). The model is a GGUF file."""
+    """llama.cpp with all sequences in one batch (llama-cpp-python). The model is a GGUF file.
+
+    Option `unified`: whether sequences share one cache, by default so; else each has its own.
+    """
 
     order = "apart"
     # Tokens of a draft: llama-cpp-python's advice for CPUs.
     _DRAFTED = 2
 
     @classmethod
-    def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
-        """Describe the file. Option `unified`: whether sequences share one cache, or else each has its own."""
-        unified = options.pop("unified")
-        made = super().make(model, folder, threads, **options)
-        call = f"{made.call}; n_seq_max = requests, kv_unified = {unified}, all sequences in one llama_batch"
-        return Made({**made.opened, "unified": unified}, call, made.megabytes)
+    def _settings(cls, **opened: Any) -> list[str]:
+        shared = f"kv_unified = {opened.pop('unified')}, " if "unified" in opened else ""
+        return [
+            *super()._settings(**opened),
+            f"n_seq_max = requests, {shared}all sequences in one llama_batch",
+        ]
 
-    def __init__(self, threads: int, model: str, cache: str, unified: bool) -> None:
-        super().__init__(threads, model, cache)
+    def __init__(self, threads: int, model: str, unified: bool = True, **opened: Any) -> None:
+        super().__init__(threads, model, **opened)
         self._unified = unified
         self._sampler: Any = None
 
     def take_requests(self, given: Serve) -> None:
         """Make a cache for all requests."""
         if given.arrivals:
-            raise ValueError("llama-cpp-python has no scheduler for requests that come at any time: only batches")
+            raise ValueError(f"{self.packages[0]} has no scheduler for requests that come at any time: only batches")
         count, lengths = len(given.prompts), given.lengths
         if given.lookup and count > 1:
             raise ValueError("llama-cpp-python looks up drafts of one sequence only")
@@ -338,7 +343,7 @@ class LlamaCppBatch(ServingEngine, LlamaCpp):
 
     def share_prefix(self, given: Prefix) -> None:
         """Refuse: callers copy the cache of one sequence to another by hand."""
-        raise ValueError("llama.cpp finds no prefixes: its callers copy sequences (llama_memory_seq_cp)")
+        raise ValueError(f"{self.name} finds no prefixes: its callers copy sequences (llama_memory_seq_cp)")
 
     def forget(self) -> None:
         """Empty the cache."""
@@ -375,7 +380,7 @@ class LlamaCppBatch(ServingEngine, LlamaCpp):
             rows = [(token, len(tokens) - 1 + row, 0, True) for row, token in enumerate([tokens[-1], *draft])]
             self._run_rows(batch, rows)
             for row, drafted in enumerate([*draft, None]):
-                tokens.append(self._api.llama_sampler_sample(self._sampler, self._context, row))
+                tokens.append(self._sample(row))
                 times.append(time.perf_counter() - began)
                 if tokens[-1] != drafted:
                     break
@@ -393,11 +398,15 @@ class LlamaCppBatch(ServingEngine, LlamaCpp):
         self._run_rows(batch, rows)
         for index, (_, _, sequence, wanted) in enumerate(rows):
             if wanted:
-                last[sequence] = self._api.llama_sampler_sample(self._sampler, self._context, index)
+                last[sequence] = self._sample(index)
         now = time.perf_counter() - began
         for _, _, sequence, wanted in rows:
             if wanted:
                 times[sequence].append(now)
+
+    def _sample(self, row: int) -> int:
+        """Return the next token after a row of the last batch."""
+        return int(self._api.llama_sampler_sample(self._sampler, self._context, row))
 
     def _run_rows(self, batch: Any, rows: Sequence[tuple[int, int, int, bool]]) -> None:
         """Run rows (token, position, sequence, whether its logits are wanted)."""
@@ -406,6 +415,22 @@ class LlamaCppBatch(ServingEngine, LlamaCpp):
             batch.token[index], batch.pos[index], batch.logits[index] = token, position, wanted
             batch.n_seq_id[index], batch.seq_id[index][0] = 1, sequence
         self._decode(batch)
+
+
+class IkLlamaCppBatch(LlamaCppBatch, IkLlamaCpp):
+    """ik_llama.cpp with all sequences in one batch and one cache (ik-llama-cpp-python). The model is a GGUF file."""
+
+    def take_requests(self, given: Serve) -> None:
+        """Make a cache for all requests."""
+        if given.lookup or given.temperature:
+            raise ValueError("ik-llama-cpp-python has no prompt lookup; only greedy answers without it are compared")
+        super().take_requests(given)
+
+    def _make_sampler(self, temperature: float) -> None:
+        """Do nothing: `_sample` takes the likeliest token."""
+
+    def _sample(self, row: int) -> int:
+        return int(self._logits(row).argmax())
 
 
 class OpenVinoServing(ServingEngine, OpenVinoGenAi):
@@ -462,6 +487,7 @@ class Worker(EngineWorker):
         "ortolan": OrtolanEngine,
         "ortolan-decoder": OrtolanDecoder,
         "llama.cpp": LlamaCppBatch,
+        "ik_llama.cpp": IkLlamaCppBatch,
         "openvino-genai": OpenVinoServing,
         "onnxruntime-genai": GenAiOneByOne,
     }
