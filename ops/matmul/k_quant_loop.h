@@ -383,7 +383,9 @@ class KQuantLoop {
         const int64_t first = span;
         const int64_t group_end = end - span < shape.group_spans ? end : span + shape.group_spans;
         for (; span < group_end; ++span, x += kSpanInputs * kRows) {
-          if constexpr (kTogetherColumns > 1) PrefetchLines(x + kRows * shape.row_bytes, kSpanInputs * kRows);
+          if constexpr (kTogetherColumns > 1) {
+            PrefetchLines(reinterpret_cast<const uint8_t*>(x + kRows * shape.row_bytes), kSpanInputs * kRows);
+          }
 #pragma GCC unroll 2
           for (int step = 0; step < kStepsOfSpan; step += kSteps) {
             AddSteps<kPairs, kRows, kSteps, kMinimums>(sums, window, block, x + step * kStepInputs * kRows,
