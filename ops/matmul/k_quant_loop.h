@@ -366,8 +366,8 @@ class KQuantLoop {
     }
   }
 
-  // Add the products of spans begin … end-1 with rows i … i+kRows-1 to their totals, and prefetch the next rows.
-  // kSteps: steps with the same s that are summed before they are multiplied with it.
+  // Add the products of spans begin … end-1 with rows i … i+kRows-1 to their totals. kSteps: steps with the same s that
+  // are summed before they are multiplied with it.
   template <bool kPairs, int kRows, int kSteps, bool kMinimums>
   __attribute__((noinline)) static void AddWindow(const Panel& p, const Window& window, int64_t begin, int64_t end,
                                                   int64_t first_group, int64_t i, float* totals) {
@@ -383,9 +383,6 @@ class KQuantLoop {
         const int64_t first = span;
         const int64_t group_end = end - span < shape.group_spans ? end : span + shape.group_spans;
         for (; span < group_end; ++span, x += kSpanInputs * kRows) {
-          if constexpr (kTogetherColumns > 1) {
-            PrefetchLines(reinterpret_cast<const uint8_t*>(x + kRows * shape.row_bytes), kSpanInputs * kRows);
-          }
 #pragma GCC unroll 2
           for (int step = 0; step < kStepsOfSpan; step += kSteps) {
             AddSteps<kPairs, kRows, kSteps, kMinimums>(sums, window, block, x + step * kStepInputs * kRows,
