@@ -108,6 +108,13 @@ def test_decoders_are_equal_within_a_percent_of_perplexity(quality, counts):
     assert (found["decode"][1] == "peer") == counts
 
 
+@pytest.mark.parametrize(("quality", "counts"), [(280_000, True), (400_000, False)])
+def test_random_weights_are_equal_within_a_percent_of_the_logarithm_of_perplexity(quality, counts):
+    names = {"section": SIZES, "works": ("decode",)}
+    found = speed_verdicts(row("ours", 270_000, 30, **names), row("peer", quality, 20, **names))
+    assert (found["decode"][1] == "peer") == counts
+
+
 def test_layers_are_equal_within_a_tenth_of_error():
     names = {"section": LAYERS, "works": ("1 row",)}
     found = speed_verdicts(
