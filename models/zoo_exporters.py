@@ -94,9 +94,13 @@ def _sample_inputs(architecture: Architecture, size: Size) -> dict[str, Any]:
 
 
 def _export_genai(architecture: Architecture, size: Size, folder: Path, precision: str = "fp32") -> Path:
-    """Export with the model builder of ONNX Runtime GenAI."""
+    """Export with the model builder of ONNX Runtime GenAI.
+
+    Caches of local layers grow like the others: by default they are windows of fixed size, which only GenAI can feed.
+    """
     write_checkpoint(architecture, size, folder / CHECKPOINT)
-    _run("onnxruntime_genai.models.builder", "-i", folder / CHECKPOINT, "-o", folder, "-p", precision, "-e", "cpu")
+    options = ("-p", precision, "-e", "cpu", "--extra_options", "windowed_kv_cache=false")
+    _run("onnxruntime_genai.models.builder", "-i", folder / CHECKPOINT, "-o", folder, *options)
     return folder
 
 

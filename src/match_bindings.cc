@@ -236,7 +236,6 @@ class PyDimensions {
       value("cos", match.cache->cos);
       value("sin", match.cache->sin);
       found["interleaved"] = match.cache->interleaved;
-      return found;
     }
     py::dict layouts;
     const auto layout = [&](const char* name, match::Layout one) {

@@ -2,6 +2,7 @@
 // graph_passes/find/epilogue.py and qdq_pairs.py.
 #include "match/dimensions.h"
 #include "match/epilogue.h"
+#include "match/halves.h"
 #include "match/norm.h"
 #include "match/ranges.h"
 #include "match_graph.h"
@@ -34,6 +35,13 @@ py::tuple FindEpilogue(const PyGraph& graph, const py::object& output, const py:
     residual = py::make_tuple(graph.nodes.at(found.sum), found.sum->Input(0) == found.residual ? 0 : 1);
   return py::make_tuple(static_cast<int64_t>(found.activation), graph.ObjectOf(found.factor), residual,
                         found.norm ? py::object(Object(graph, *found.norm)) : py::none(), Objects(graph, found.nodes));
+}
+
+py::object FindHalves(const PyGraph& graph, const py::object& value, int64_t columns) {
+  const std::optional<match::Halves> found = match::FindHalves(graph.main(), graph.ValueOf(value), columns);
+  if (!found) return py::none();
+  return py::make_tuple(graph.ObjectOf(found->values[0]), graph.ObjectOf(found->values[1]),
+                        Objects(graph, found->nodes));
 }
 
 py::list FindNorms(const PyGraph& graph) {
@@ -80,6 +88,8 @@ void BindMatchEpilogue(py::module_& module) {
   module.def("find_epilogue", &FindEpilogue, py::arg("graph"), py::arg("output"), py::arg("factors"),
              py::arg("columns"), py::arg("may_take"),
              "Return activation, factor, residual (node, input), norm and nodes: ops/match/epilogue.h.");
+  module.def("find_halves", &FindHalves, py::arg("graph"), py::arg("value"), py::arg("columns"),
+             "Return the two halves of a value's columns and the nodes that split it, or None: ops/match/halves.h.");
   module.def(
       "find_norms", &FindNorms, py::arg("graph"),
       "Return each float32 norm (weight, bias, epsilon, nodes), the operands that it adds, and the additions, last one "

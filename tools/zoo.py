@@ -5,8 +5,8 @@
 Models are exported to FOLDER/EXPORTER/ARCHITECTURE, once, by the given interpreters (ortolan/models/zoo_exporters.py).
 Each is then optimized to bf16 and to exact settings, and opened unmodified with the execution provider, in a process of
 its own. Each file's line has linear layers replaced and found, attentions replaced and found, attentions that the
-provider claims, tokens that a decoder generates like the original at exact settings, and reasons. The table names
-the exports that are not complete.
+provider claims, tokens that a decoder generates like the original at exact settings, and reasons. An export is complete
+if all of these are equal, and the provider's answers have the bits of the optimized file.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from ortolan.session import create_session
 
 _EXACT: dict[str, Any] = {"keys": "float32", "values": "float32", "verify.seconds": 0.0}
 _PROMPT, _TOKENS = (5, 17, 8, 11, 20, 3, 9, 40, 12, 33), 12
+_COMPLETE, _NOT_EXPORTED = "complete", "not exported"
 _LEAST_COSINE = 0.9995  # of bf16 weights on random models; exact bits are tested in tests/zoo
 
 
@@ -122,7 +123,10 @@ def _greedy(session: ort.InferenceSession) -> list[int]:
     if any(name.startswith("past_key_values.") for name in inputs):
         return generate(Decoder(session, head_size=SMALL.head_dim), _PROMPT, _TOKENS)
     past = [name for name in inputs if "past" in name]
-    caches = {name: np.zeros(_empty(inputs[name].shape), np.float32) for name in past}
+    kinds = {"tensor(int64)": np.int64}  # torch's exporter passes the window's length on, too
+    caches: dict[str, Any] = {
+        name: np.zeros(_empty(inputs[name].shape), kinds.get(inputs[name].type, np.float32)) for name in past
+    }
     tokens = list(_PROMPT)
     answer: list[int] = []
     while len(answer) < _TOKENS:
@@ -139,7 +143,7 @@ def _greedy(session: ort.InferenceSession) -> list[int]:
 
 def _empty(shape: Sequence[int | str | None]) -> list[int]:
     """Return the shape of an empty cache. The exporter of torch writes some fixed sizes as strings."""
-    return [1, *(int(str(size)) if str(size).isdecimal() else 0 for size in shape[1:])]
+    return [1, *(int(str(size)) if str(size).isdecimal() else 0 for size in shape[1:])] if shape else []
 
 
 def _line(error: Exception) -> str:
@@ -183,12 +187,12 @@ def _reasons(found: Found) -> list[str]:
 
 
 def summary(files: Sequence[Found]) -> str:
-    """Return the table's cell for an export: "complete", or the parts that stay."""
-    if not files:
-        return "–"
+    """Return what an export lacks: the parts that stay, or _COMPLETE."""
     studies = [one.study for one in files if one.study is not None]
+    if not files or files[0].file == "export":
+        return _NOT_EXPORTED
     if len(studies) < len(files):
-        return "not exported" if files[0].file == "export" else "fails"
+        return "fails"
     attentions = sum(one.attentions for one in studies)
     missing = []
     for what, found, wanted in (
@@ -201,18 +205,20 @@ def summary(files: Sequence[Found]) -> str:
     if any(one.tokens not in (None, _TOKENS) for one in files):
         missing.append("other tokens")
     missing += dict.fromkeys(problem.partition(":")[0] for one in files for problem in one.problems)
-    return ", ".join(missing) or "complete"
+    return ", ".join(missing) or _COMPLETE
 
 
 def markdown(found: dict[tuple[str, str], list[Found]], exporters: Sequence[str]) -> str:
-    """Return the table: a column for each exporter, and one row for all architectures with the same cells."""
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for name in dict.fromkeys(name for name, _ in found):
-        cells = tuple(summary(found.get((name, exporter), ())) for exporter in exporters)
-        rows.setdefault(cells, []).append(name)
-    lines = [f"| architectures | {' | '.join(exporters)} |", "| --- " * (len(exporters) + 1) + "|"]
-    for cells, names in sorted(rows.items(), key=lambda row: -len(row[1])):
-        lines.append(f"| {', '.join(names)} | {' | '.join(cells)} |")
+    """Return the table: a row for each exporter, with the architectures that are complete, and reasons for the rest."""
+    lines = ["| exporter | complete | not complete | not exported |", "| --- | --- | --- | --- |"]
+    for exporter in exporters:
+        cells: dict[str, list[str]] = {}
+        for (name, one), files in found.items():
+            if one == exporter:
+                cells.setdefault(summary(files), []).append(name)
+        complete, missing = (", ".join(cells.pop(cell, ())) for cell in (_COMPLETE, _NOT_EXPORTED))
+        rest = "; ".join(f"{', '.join(names)}: {cell}" for cell, names in cells.items())
+        lines.append(f"| {exporter} | {complete} | {rest} | {missing} |")
     return "\n".join(lines)
 
 
@@ -224,6 +230,7 @@ def main() -> None:
     parser.add_argument("--exporters", default=",".join(EXPORTERS))
     parser.add_argument("--architectures", default=",".join(one.name for one in (*ARCHITECTURES, *NEWER)))
     options = parser.parse_args()
+    ort.set_default_logger_severity(3)  # exports have unused initializers, each a warning
     exporters, names = options.exporters.split(","), options.architectures.split(",")
     for one in options.python:
         chosen, _, python = one.partition("=")

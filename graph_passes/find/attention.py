@@ -57,7 +57,7 @@ class Attention:
     zero_hidden_rows: bool  # fully masked rows give zeros instead of NaN
     nodes: set[ir.Node]  # nodes that the operator replaces
     products: list[ir.Node] = field(default_factory=list)  # the two MatMuls of the attention
-    output: ir.Value | None = None  # [batch, rows, width], or [batch, heads, rows, head width]
+    output: ir.Value | None = None  # [batch, rows, width], or the layout in `layouts`
     head_dim: int = 0
     # Maps query, key, value or output to its entry of LAYOUTS if its layout is not [batch, rows, width].
     layouts: dict[str, str] = field(default_factory=dict)

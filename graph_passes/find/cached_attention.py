@@ -33,7 +33,7 @@ class CachedAttention:
     kv_heads: int
     head_dim: int
     nodes: set[ir.Node]  # nodes that the operator replaces
-    output: ir.Value  # [batch, rows, heads x width]
+    output: ir.Value  # [batch, rows, heads x width], or [batch, rows, heads, width]
     scale: float = 0.0  # 0: 1 / sqrt(head width)
     softcap: float = 0.0  # as in Attention
     masks: tuple[Mask, ...] = ()  # the sum of all masks is added to the scores
@@ -46,6 +46,7 @@ class CachedAttention:
     sin: ir.Value | None = None
     interleaved: bool = False
     products: list[ir.Node] = field(default_factory=list)
+    layouts: dict[str, str] = field(default_factory=dict)  # as in Attention
 
     @property
     def names(self) -> list[str]:

@@ -1,6 +1,6 @@
 """The operations after a linear layer that its operator can compute: Y = activation(X W + b) factor + residual.
 
-A LayerNormalization of Y may follow. The rules are ops/match/epilogue.h and norm.h, which the provider shares.
+A LayerNormalization of Y may follow. The provider shares the rules: ops/match/epilogue.h, halves.h and norm.h.
 """
 
 from __future__ import annotations
@@ -96,6 +96,15 @@ class Epilogues:
             return Epilogue(Activation.NONE, None, (), linear.output)
         return self.find(linear.output, linear.n, [factor.output for factor in factors])
 
+    def halves(self, linear: Linear) -> tuple[ir.Value, ir.Value, tuple[ir.Node, ...]] | None:
+        """Return the halves of a layer's columns and the nodes that split them; None if it has other consumers."""
+        graph, native = self._graph_of(linear.output)
+        found = _native.find_halves(native, linear.output, linear.n)
+        if found is None or any(node.graph is not graph for node in found[2]):
+            return None
+        first, second, nodes = found
+        return first, second, tuple(nodes)
+
     def find(self, output: ir.Value, columns: int, factors: Sequence[ir.Value] = ()) -> Epilogue:
         """Return the epilogue of a value [..., columns], such as half of a layer's output, without changing the graph.
 
@@ -103,13 +112,9 @@ class Epilogues:
         layers becomes the epilogue of the layer that is replaced first, because it is then no longer in the graph.
         factors: values of the same shape as `output`.
         """
-        maker = output.producer()
-        assert maker is not None and maker.graph is not None
-        graph = maker.graph
-        if graph not in self._graphs:
-            self._graphs[graph] = native_graph(graph)
+        graph, native = self._graph_of(output)
         activation, factor, residual, norm, nodes = _native.find_epilogue(
-            self._graphs[graph], output, list(factors), columns, lambda node: node.graph is graph
+            native, output, list(factors), columns, lambda node: node.graph is graph
         )
         return Epilogue(
             Activation(activation),
@@ -119,6 +124,15 @@ class Epilogues:
             factor,
             None if norm is None else LayerNorm(*norm),
         )
+
+    def _graph_of(self, output: ir.Value) -> tuple[ir.Graph | ir.Function, _native.Graph]:
+        """Return the graph that computes a value, and its native form."""
+        maker = output.producer()
+        assert maker is not None and maker.graph is not None
+        graph = maker.graph
+        if graph not in self._graphs:
+            self._graphs[graph] = native_graph(graph)
+        return graph, self._graphs[graph]
 
 
 def find_norms(graph: ir.Graph) -> Iterator[tuple[LayerNorm, list[ir.Value], list[ir.Node]]]:

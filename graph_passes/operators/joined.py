@@ -19,7 +19,6 @@ import onnx_ir as ir
 
 from ..files.spill import TensorSpill
 from ..find.epilogue import Epilogue, Epilogues
-from ..find.halves import split_in_halves
 from ..find.linear import Linear
 from ..find.quantized_weight import QuantizedWeight
 from ..weights.quantizers.grid import Quantization
@@ -85,15 +84,16 @@ def find_halves(linear: Linear, epilogues: Epilogues) -> Halves | None:
     """Return the halves of a layer if they form a gated linear unit, else None. The graph is not changed."""
     if linear.dtype != ir.DataType.FLOAT:
         return None
-    found = split_in_halves(linear.output, linear.n)
+    found = epilogues.halves(linear)
     if found is None:
         return None
+    *values, nodes = found
     middle = linear.n // 2
     columns = slice(0, middle), slice(middle, linear.n)
     for gate, up in ((0, 1), (1, 0)):
-        epilogue = epilogues.find(found.values[gate], middle, [found.values[up]])
+        epilogue = epilogues.find(values[gate], middle, [values[up]])
         if epilogue.factor is not None:
-            whole = dataclasses.replace(epilogue, nodes=(*found.nodes, *epilogue.nodes))
+            whole = dataclasses.replace(epilogue, nodes=(*nodes, *epilogue.nodes))
             return Halves((columns[gate], columns[up]), whole)
     return None
 

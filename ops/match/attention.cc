@@ -93,7 +93,7 @@ void SetOutput(const Dimensions& dims, Value product, const Operand& query, unsi
                Attention& found) {
   try {
     Expect((by_heads & kOutput) == 0, ReasonCode::kOneAxisOutput, Quoted(product));
-    found.output = MergedHeads(dims, product, query, nodes);
+    SetContext(MergedHeads(dims, product, query, nodes), found);
   } catch (const RefusedError&) {
     found.output = product;
     if (dims.Rank(product) == 4u) {

@@ -94,7 +94,7 @@ struct Attention {
   bool beside_cache = false;
   // [provider] Cached attention, or attention beside a cache, in a model without layers that lose precision.
   bool precise = false;
-  Value output = nullptr;  // [batch, rows, width], or [batch, heads, rows, head width]
+  Value output = nullptr;  // of one of the layouts kByRows, kApart or kByHeads; the last one only without a cache
   Layout output_layout = Layout::kByRows;
   std::vector<const Node*> products;  // the two MatMuls of decomposed attention: scores, context
   std::vector<const Node*> nodes;     // nodes that one operator replaces, in graph order

@@ -251,7 +251,7 @@ Attention OnnxAttention(const Dimensions& dims, const Node& node, NodeSet& nodes
     found.heads = *heads;
     found.kv_heads = *kv_heads;
     const Operand query{node.Input(0), (*shape)[0], (*shape)[2], found.heads, found.head_dim};
-    found.output = MergedHeads(dims, visible.product, query, nodes);
+    SetContext(MergedHeads(dims, visible.product, query, nodes), found);
   }
   return found;
 }
@@ -326,7 +326,7 @@ std::optional<Attention> FromSoftmax(const Dimensions& dims, const Node& softmax
   found.heads = query.heads;
   found.kv_heads = key.kv_heads;
   found.head_dim = key.head_dim;
-  found.output = MergedHeads(dims, visible.product, query, nodes);
+  SetContext(MergedHeads(dims, visible.product, query, nodes), found);
   found.scale = scores.scale * query.scale * key.scale;
   found.softcap = scores.softcap;
   if (scores.sinks != nullptr) found.sinks = SinksOf(dims, scores.sinks, query.heads);

@@ -56,8 +56,18 @@ Operand HeadsOperand(const Dimensions& dims, Value value, const char* meaning, N
 // Return the operand of an attention operator that reads [batch, rows, width] and splits the heads itself.
 Operand WholeOperand(const Dimensions& dims, Value value, const char* meaning, int64_t heads);
 
-// Follow the output [batch, heads, rows, head_dim] forward to the value [batch, rows, width] with merged heads.
-Value MergedHeads(const Dimensions& dims, Value value, const Operand& query, NodeSet& nodes);
+// The output of an attention: kByRows, or kApart if heads are not merged alone.
+struct Context {
+  Value value;
+  Layout layout;
+};
+
+// Follow the output [batch, heads, rows, head_dim] forward to the value with merged heads.
+Context MergedHeads(const Dimensions& dims, Value value, const Operand& query, NodeSet& nodes);
+inline void SetContext(const Context& context, Attention& found) {
+  found.output = context.value;
+  found.output_layout = context.layout;
+}
 
 // Return a boolean mask that hides the keys where it is false.
 inline Mask VisibleMask(Value value) { return {value, -std::numeric_limits<double>::infinity(), false}; }

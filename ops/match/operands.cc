@@ -54,30 +54,43 @@ bool TruncatesKeys(const Dimensions& dims, const Node& node, const Attention& fo
          (is(3, -1) || is(3, static_cast<int64_t>(*rank) - 1));
 }
 
-// Follow the output forward until the heads are merged; `shape` is the shape of [batch, heads, rows, head width].
-Value Merged(const Dimensions& dims, Value value, const DimShape& shape, NodeSet& nodes) {
+// Follow the output forward until the heads are merged; `shape` is the shape of [batch, heads, rows, head width]. If
+// the heads are not merged alone, as in a Reshape to [batch x rows, width], return the value before that.
+Context Merged(const Dimensions& dims, Value value, const DimShape& shape, NodeSet& nodes) {
   constexpr size_t kSwap[] = {0, 2, 1, 3};
-  NodeSet found;
+  NodeSet found, until_apart;
+  Value apart = nullptr;
   TensorView view(shape);
+  const auto swapped = TensorView(shape).Permute(kSwap).Sources();
   const auto merged = TensorView(shape).Permute(kSwap).Merge(2).Sources();
   if (dims.Rank(value) == 3u) view.Merge(0);
-  while (view.rank() != 3 || view.Sources() != merged) {
-    const Node* node = nullptr;
-    size_t users = 0;
-    for (const Graph::Use& use : dims.graph().Uses(value)) {
-      if (use.index >= 0 && use.node->IsStandard("Shape")) continue;
-      node = use.index == 0 ? use.node : nullptr;
-      ++users;
+  try {
+    while (view.rank() != 3 || view.Sources() != merged) {
+      if (view.rank() == 4 && view.Sources() == swapped) {
+        apart = value;
+        until_apart = found;
+      }
+      const Node* node = nullptr;
+      size_t users = 0;
+      for (const Graph::Use& use : dims.graph().Uses(value)) {
+        if (use.index >= 0 && use.node->IsStandard("Shape")) continue;
+        node = use.index == 0 ? use.node : nullptr;
+        ++users;
+      }
+      Expect(users == 1 && node != nullptr && (MovesHeads(*node) || dims.ChangesNothing(*node)) &&
+                 found.size() < kMostSteps,
+             ReasonCode::kHeadsNotMerged, Quoted(value));
+      if (!view.Apply(*node, dims)) Refuse(ReasonCode::kOutputView, Described(*node));
+      found.insert(node);
+      value = node->Output(0);
     }
-    Expect(
-        users == 1 && node != nullptr && (MovesHeads(*node) || dims.ChangesNothing(*node)) && found.size() < kMostSteps,
-        ReasonCode::kHeadsNotMerged, Quoted(value));
-    if (!view.Apply(*node, dims)) Refuse(ReasonCode::kOutputView, Described(*node));
-    found.insert(node);
-    value = node->Output(0);
+  } catch (const RefusedError&) {
+    if (apart == nullptr) throw;
+    nodes.merge(until_apart);
+    return {apart, Layout::kApart};
   }
   nodes.merge(found);
-  return value;
+  return {value, Layout::kByRows};
 }
 
 }  // namespace
@@ -189,7 +202,7 @@ Operand WholeOperand(const Dimensions& dims, Value value, const char* meaning, i
   return {value, shape[0], shape[1], heads, *width / heads};
 }
 
-Value MergedHeads(const Dimensions& dims, Value value, const Operand& query, NodeSet& nodes) {
+Context MergedHeads(const Dimensions& dims, Value value, const Operand& query, NodeSet& nodes) {
   const DimShape shape = {query.batch, query.heads, query.rows, query.head_dim};
   const std::optional<DimShape> known = dims.ShapeOf(value);
   try {

@@ -468,7 +468,9 @@ void AttentionCompute::Run(const OrtApi& ort, OrtKernelContext& context, Host& h
   ReadInputs(call, attention);
   const int64_t batch = attention.batch, rows = attention.queries, heads = spec_.heads, head_dim = spec_.head_dim;
   const bool by_heads = spec_.output_layout == Layout::kByHeads;
-  const Shape shape = by_heads ? Shape{batch, heads, rows, head_dim} : Shape{batch, rows, heads * head_dim};
+  const Shape shape = by_heads                                ? Shape{batch, heads, rows, head_dim}
+                      : spec_.output_layout == Layout::kApart ? Shape{batch, rows, heads, head_dim}
+                                                              : Shape{batch, rows, heads * head_dim};
   if (spec_.y) call.y.emplace(ort, context, *spec_.y, shape, call.memory);
   attention.y = by_heads || !spec_.y ? call.Floats(CountOf(shape)) : call.y->data();
   if (by_heads && spec_.y) call.moved = call.y->data();

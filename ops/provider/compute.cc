@@ -71,7 +71,7 @@ class LinearCompute : public StepCompute {
     if (step.residual != nullptr) spec_.residual = InputSlot(fused, step.residual);
     spec_.packed.emplace(step.layers);
     spec_.activation = step.activation;
-    if (step.IsGated()) spec_.gated_columns = first.Columns();
+    spec_.gated_columns = step.gated_columns;
     own_norm_ = step.norm;
     if (own_norm_) spec_.norm = {own_norm_->epsilon, own_norm_->weight, own_norm_->bias};
     spec_.x_bounds = first.x_bounds;

@@ -4,6 +4,8 @@
 #include <map>
 #include <set>
 
+#include "match/halves.h"
+
 namespace ortolan::provider {
 namespace {
 
@@ -112,7 +114,8 @@ class Finder {
     }
     for (size_t i = 0; i < layers_.size(); ++i) {
       if (is_used[i]) continue;
-      steps_.push_back(LayerStep(layers_[i]));
+      std::optional<Step> halved = HalvedStep(layers_[i]);
+      steps_.push_back(halved ? std::move(*halved) : LayerStep(layers_[i]));
     }
     // Process steps in graph order, so that the sum of two layers' outputs is fused with the first layer.
     std::ranges::sort(steps_, [](const Step& a, const Step& b) { return a.First().index() < b.First().index(); });
@@ -197,11 +200,28 @@ class Finder {
   Step GatedStep(const Layer& gate, const Layer& up) const {
     Step step;
     step.layers = {gate, up};
+    step.gated_columns = gate.Columns();
     AddNodes(gate, step.nodes);
     AddNodes(up, step.nodes);
     step.y = gate.y;
     step.activation = match::TakeActivation(graph_, step.y, step.nodes);
     match::TakeFactor(graph_, {&up.y, 1}, step.y, step.nodes);
+    return step;
+  }
+
+  // Return the step of a layer whose first half, after an optional activation, is multiplied with its second half;
+  // nullopt if the layer is no such pair. The halves must be whole panels, because the weight is packed as one.
+  std::optional<Step> HalvedStep(const Layer& layer) const {
+    const std::optional<match::Halves> halves = match::FindHalves(graph_, layer.y, layer.Columns());
+    if (!halves || layer.Columns() % (2 * kPanelColumns) != 0) return std::nullopt;
+    Step step;
+    step.layers = {layer};
+    step.gated_columns = layer.Columns() / 2;
+    AddNodes(layer, step.nodes);
+    step.nodes.insert(step.nodes.end(), halves->nodes.begin(), halves->nodes.end());
+    step.y = halves->values[0];
+    step.activation = match::TakeActivation(graph_, step.y, step.nodes);
+    if (match::TakeFactor(graph_, {&halves->values[1], 1}, step.y, step.nodes) == nullptr) return std::nullopt;
     return step;
   }
 
@@ -333,8 +353,7 @@ class Finder {
       const bool is_free = residual != nullptr && !graph_.IsConstantValue(residual) && !Contains(group.nodes, maker);
       if (is_free && graph_.IsFloatOrHalf(residual) && take({add})) step.residual = residual;
     }
-    const int64_t columns = step.layers.front().Columns();
-    const std::optional<match::Norm> norm = match::FindNorm(graph_, step.y, columns);
+    const std::optional<match::Norm> norm = match::FindNorm(graph_, step.y, step.Columns());
     if (norm && take(norm->nodes)) step.norm = ReadNorm(graph_, *norm);
     if (step.norm || step.residual != nullptr) take_cast();
   }
@@ -393,7 +412,7 @@ bool CanJoin(const Layer& a, const Layer& b) {
 std::string Step::Fused() const {
   std::vector<std::string> parts;
   if (activation != Activation::kNone) parts.push_back(kActivationNames[static_cast<size_t>(activation)]);
-  if (IsGated()) parts.push_back("gate");
+  if (gated_columns != 0) parts.push_back("gate");
   if (residual != nullptr) parts.push_back("residual");
   if (norm) parts.push_back("layer norm");
   if (attention) parts.push_back(ErrorText("attention of ", attention->heads, " heads"));

@@ -15,9 +15,10 @@ namespace ortolan::provider {
 // The unit of computation of one LinearPlan (matmul/linear_plan.h), or attention, alone or with its query, key and
 // value layers.
 struct Step {
-  // One linear layer, or layers that read the same X: a gate and an up projection of one kind, or query, key and value
-  // of any kinds. Attention that is computed alone has no layers.
+  // One linear layer, whose halves may be a gate and an up projection, or layers that read the same X: a gate and an up
+  // projection of one kind, or query, key and value of any kinds. Attention that is computed alone has no layers.
   std::vector<Layer> layers;
+  int64_t gated_columns = 0;  // columns of the gate, and of the output; 0: no gate
   Activation activation = Activation::kNone;
   Value residual = nullptr;  // a value computed at run time; may be null
   std::optional<Norm> norm;
@@ -28,7 +29,7 @@ struct Step {
 
   // Return the node that claims are reported for.
   const Node& First() const { return layers.empty() ? *attention->node : *layers.front().nodes.front(); }
-  bool IsGated() const { return layers.size() == 2; }
+  int64_t Columns() const { return gated_columns != 0 ? gated_columns : layers.front().Columns(); }
   Value X() const { return layers.front().x; }
   // Return a list of the fused operators, such as ", with gelu, residual and layer norm"; may be empty.
   std::string Fused() const;

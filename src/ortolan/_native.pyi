@@ -23,6 +23,9 @@ def cpu_info() -> CpuInfo:
 
 LEAST_ZERO_BLOCKS: float  # VNNISpMM beats dense int8 from this fraction of zero 4x1 blocks
 
+def find_halves(graph: Graph, value: Any, columns: int) -> tuple[Any, Any, list[Any]] | None:
+    """Return the two halves of a value's columns and the nodes that split it (ops/match/halves.h)."""
+
 def find_epilogue(
     graph: Graph, output: Any, factors: list[Any], columns: int, may_take: Callable[[Any], bool]
 ) -> tuple[int, Any, tuple[Any, int] | None, tuple[Any, Any, float, list[Any]] | None, list[Any]]:

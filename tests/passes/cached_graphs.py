@@ -209,6 +209,16 @@ def attention_operator(graph: CachedGraph) -> str:
     return graph.merge(graph.op("Where", graph.op("Less", count, graph.number(1)), graph.number(0), product))
 
 
+def heads_and_rows_merged(graph: CachedGraph) -> str:
+    """torch's GPT-2: one Reshape merges heads, and also batch and rows."""
+    q, k, v = (graph.heads(graph.linear(name)) for name in ("query", "ke", "value"))
+    key, value = graph.appended("key", k), graph.appended("value", v)
+    scores = graph.op("Add", graph.op("MatMul", q, graph.transpose(key, 0, 1, 3, 2)), graph.masked())
+    rows = graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), value), -1, W)
+    shape = graph.op("Concat", graph.size("x", 0), graph.size("x", 1), np.array([W], np.int64), axis=0)
+    return graph.op("Reshape", graph.op("Gemm", rows, np.eye(W, dtype=np.float32)), shape)
+
+
 FORMS: list[Callable[[CachedGraph], str]] = [
     joined_layer,
     constant_masks,
@@ -219,6 +229,7 @@ FORMS: list[Callable[[CachedGraph], str]] = [
     capped,
     with_sinks,
     attention_operator,
+    heads_and_rows_merged,
 ]
 
 

@@ -116,6 +116,12 @@ def one_head_of_keys(graph: Graph) -> str:
     return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
 
 
+def heads_and_rows_merged(graph: Graph) -> str:
+    """Merge heads in a Reshape that also merges batch and rows, as torch's exporter does before a Gemm."""
+    rows = graph.merge(graph.op("MatMul", *plain(graph)), -1, W)
+    return graph.op("Reshape", graph.op("Neg", rows), graph.op("Shape", "x"))
+
+
 BY_HEADS = {
     "rotated": rotated,
     "interleaved": interleaved,
@@ -132,6 +138,7 @@ BY_HEADS = {
     "bias of queries": bias_of_queries,
     "keys shown": keys_shown,
     "one head of keys": one_head_of_keys,
+    "heads and rows merged": heads_and_rows_merged,
 }
 
 

@@ -40,7 +40,12 @@ def optimized(model: onnx.ModelProto, precision: str, **options: object) -> onnx
 
 
 def layer_model(
-    kind: str, n: int = 24, zeros: float = 0.0, more: tuple[onnx.NodeProto, ...] = (), **weights: np.ndarray
+    kind: str,
+    n: int = 24,
+    zeros: float = 0.0,
+    more: tuple[onnx.NodeProto, ...] = (),
+    opset: int = 17,
+    **weights: np.ndarray,
 ) -> onnx.ModelProto:
     """Return a model with one linear layer, input x [batch, 40] and output y."""
     rng = np.random.default_rng(n)
@@ -53,9 +58,8 @@ def layer_model(
         nodes = [node("Gemm", ["x", "W", "b"], [y], name="linear", transB=int(kind == "Gemm transposed"))]
     if kind == "Gemm transposed":
         w = np.ascontiguousarray(w.T)
-    return make_model(
-        [*nodes, *more], {"x": (FLOAT, ["batch", 40])}, {"y": (FLOAT, ["batch", n])}, {"W": w, "b": b, **weights}
-    )
+    outputs = {"y": (FLOAT, ["batch", None if more else n])}
+    return make_model([*nodes, *more], {"x": (FLOAT, ["batch", 40])}, outputs, {"W": w, "b": b, **weights}, opset)
 
 
 @pytest.mark.parametrize("kind", ["MatMul", "Gemm", "Gemm transposed"])
@@ -93,6 +97,31 @@ def test_gated_layers(precision: str) -> None:
     assert len(claimed(session)) == len(model.graph.node)
     x = np.random.default_rng(1).standard_normal((7, 40)).astype(np.float32)
     assert_same_bits(session.run(None, {"x": x})[0], run(optimized(model, precision), {"x": x}, library=True)[0])
+
+
+HALVES = {
+    "Split": (node("Split", ["r"], ["gate", "up"], axis=-1, num_outputs=2),),
+    "Slices": (
+        node("Slice", ["r", "half", "end", "last"], ["up"]),
+        node("Slice", ["r", "none", "half", "last"], ["gate"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("split", HALVES)
+@pytest.mark.parametrize(("n", "gated"), [(64, True), (48, False)], ids=["whole panels", "parts of panels"])
+def test_one_layer_whose_halves_are_gated(split: str, n: int, gated: bool) -> None:
+    more = (*HALVES[split], node("Gelu", ["gate"], ["a"]), node("Mul", ["a", "up"], ["y"], name="factor"))
+    numbers = {"none": 0, "half": n // 2, "end": 2**63 - 1, "last": -1} if split == "Slices" else {}
+    model = layer_model("Gemm", n, more=more, opset=20, **{name: np.array([one]) for name, one in numbers.items()})
+    session = precise_session(model, "bf16")
+    assert ("factor" in claimed(session)) is gated
+    x = np.random.default_rng(1).standard_normal((7, 40)).astype(np.float32)
+    found, expected = session.run(None, {"x": x})[0], run(optimized(model, "bf16"), {"x": x}, library=True)[0]
+    if gated:
+        assert_same_bits(found, expected)
+    else:
+        np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

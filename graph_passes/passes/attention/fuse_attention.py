@@ -14,7 +14,7 @@ from ...find.cached_attention import CachedAttention, find_cached_attentions
 from ...find.dimensions import Dimensions
 from ...measure.feeds import has_past
 from ...names import ORTOLAN_DOMAIN
-from ...operators.nodes import fill_missing, new_initializer, nodes_of, put_function
+from ...operators.nodes import fill_missing, nodes_of, put_function
 from ...operators.nomad_attention_function import INPUTS, OP_TYPE, nomad_attention_function, uses_of
 from ...report.lines import count
 from .rewrite import ROUNDING, AttentionOptions, AttentionRewrite, Refused
@@ -67,11 +67,11 @@ class FuseAttentionPass(AttentionRewrite[Attention]):
             layout = match.layouts.get(name, "by_rows")
             if layout == "apart":
                 width = match.head_dim * (match.heads if name == "query" else match.kv_heads)
-                operands[name] = self._reshaped(model, value, (0, 0, width), f"{match.node.name}/{name}", made)
+                operands[name] = self.reshaped(model, value, (0, 0, width), f"{match.node.name}/{name}", made)
             elif layout == "by_heads":  # the operator's ONNX function reads the rank
                 value.shape, value.dtype = value.shape or ir.Shape([None] * 4), ir.DataType.FLOAT
             elif layout != "by_rows":
-                operands[name] = self._transposed(model, value, LAYOUTS[layout], f"{match.node.name}/{name}", made)
+                operands[name] = self.transposed(model, value, LAYOUTS[layout], f"{match.node.name}/{name}", made)
         return ir.node(
             OP_TYPE,
             [operands["query"], mask, operands["key"], operands["value"]],
@@ -79,36 +79,6 @@ class FuseAttentionPass(AttentionRewrite[Attention]):
             domain=ORTOLAN_DOMAIN,
             name=match.node.name,
         )
-
-    def answers(self, model: ir.Model, match: Attention, node: ir.Node, made: list[ir.Node]) -> Sequence[ir.Value]:
-        """Return the node's output in the layout that the model expects."""
-        if "output" not in match.layouts:
-            return node.outputs
-        (y,) = node.outputs
-        y.name = self.context.new_name(model, f"{match.node.name}/merged")
-        y.dtype = ir.DataType.FLOAT
-        heads = self._reshaped(model, y, (0, 0, match.heads, match.head_dim), f"{match.node.name}/heads", made)
-        return [self._transposed(model, heads, LAYOUTS["apart"], f"{match.node.name}/by_heads", made)]
-
-    def _transposed(
-        self, model: ir.Model, value: ir.Value, axes: Sequence[int], name: str, made: list[ir.Node]
-    ) -> ir.Value:
-        node = ir.node("Transpose", [value], {"perm": axes}, name=f"{name}_transpose")
-        return self._named(model, node, len(axes), f"{name}_transposed", made)
-
-    def _reshaped(
-        self, model: ir.Model, value: ir.Value, shape: Sequence[int], name: str, made: list[ir.Node]
-    ) -> ir.Value:
-        constant = ir.Tensor(np.array(shape, np.int64), name=self.context.new_name(model, f"{name}_shape"))
-        node = ir.node("Reshape", [value, new_initializer(model.graph, constant)], name=f"{name}_reshape")
-        return self._named(model, node, len(shape), f"{name}_reshaped", made)
-
-    def _named(self, model: ir.Model, node: ir.Node, rank: int, name: str, made: list[ir.Node]) -> ir.Value:
-        (value,) = node.outputs
-        value.name = self.context.new_name(model, name)
-        value.dtype, value.shape = ir.DataType.FLOAT, ir.Shape([None] * rank)
-        made.append(node)
-        return value
 
     def placed(self, model: ir.Model, match: Attention, node: ir.Node) -> None:
         """Record the rounding error to expect, for pass verify."""

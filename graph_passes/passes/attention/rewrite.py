@@ -7,16 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Generic, TypeVar
 
+import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import RecipeError
 from ortolan.progress import Stage
 
-from ...find.attention import Attention, NotAttention
+from ...find.attention import LAYOUTS, Attention, NotAttention
 from ...find.cached_attention import CachedAttention
 from ...find.constants import remove_unused
 from ...names import EVERYWHERE, ORTOLAN_DOMAIN
-from ...operators.nodes import declare_operators
+from ...operators.nodes import declare_operators, new_initializer
 from ...operators.nomad_attention_function import OP_TYPE, REPRODUCIBLE, SINKS, SOFTCAP, WINDOW
 from ...options import Globs, PassOptions, any_matches, takes
 from ..context import RecipePass
@@ -124,7 +125,38 @@ class AttentionRewrite(RecipePass, Generic[Match]):
 
     def answers(self, model: ir.Model, match: Match, node: ir.Node, made: list[ir.Node]) -> Sequence[ir.Value]:
         """Return the values that replace `outputs_of`. Append nodes that run after `node` to `made`."""
-        return node.outputs[: len(self.outputs_of(match))]
+        answers = list(node.outputs[: len(self.outputs_of(match))])
+        layout = match.layouts.get("output")
+        if layout is not None:  # the operator's own layout is [batch, rows, width]
+            answers[0].name = self.context.new_name(model, f"{match.node.name}/merged")
+            answers[0].dtype = ir.DataType.FLOAT
+            shape = (0, 0, match.heads, match.head_dim)
+            answers[0] = self.reshaped(model, answers[0], shape, f"{match.node.name}/heads", made)
+            if layout == "by_heads":
+                answers[0] = self.transposed(model, answers[0], LAYOUTS["apart"], f"{match.node.name}/by_heads", made)
+        return answers
+
+    def transposed(
+        self, model: ir.Model, value: ir.Value, axes: Sequence[int], name: str, made: list[ir.Node]
+    ) -> ir.Value:
+        """Append a Transpose to `made` and return its output."""
+        node = ir.node("Transpose", [value], {"perm": axes}, name=f"{name}_transpose")
+        return self._named(model, node, len(axes), f"{name}_transposed", made)
+
+    def reshaped(
+        self, model: ir.Model, value: ir.Value, shape: Sequence[int], name: str, made: list[ir.Node]
+    ) -> ir.Value:
+        """Append a Reshape to `made` and return its output."""
+        constant = ir.Tensor(np.array(shape, np.int64), name=self.context.new_name(model, f"{name}_shape"))
+        node = ir.node("Reshape", [value, new_initializer(model.graph, constant)], name=f"{name}_reshape")
+        return self._named(model, node, len(shape), f"{name}_reshaped", made)
+
+    def _named(self, model: ir.Model, node: ir.Node, rank: int, name: str, made: list[ir.Node]) -> ir.Value:
+        (value,) = node.outputs
+        value.name = self.context.new_name(model, name)
+        value.dtype, value.shape = ir.DataType.FLOAT, ir.Shape([None] * rank)
+        made.append(node)
+        return value
 
     def placed(self, model: ir.Model, match: Match, node: ir.Node) -> None:
         """Run after the node is inserted and the replaced nodes are removed."""
