@@ -115,7 +115,10 @@ def sound(lengths: tuple[int, ...]) -> Inputs:
 
 
 def text(lengths: tuple[int, ...]) -> Inputs:
-    return {"input_ids": torch.randint(1, SMALL.vocab, (len(lengths), max(lengths))), "attention_mask": masks(lengths, 1)}
+    return {
+        "input_ids": torch.randint(1, SMALL.vocab, (len(lengths), max(lengths))),
+        "attention_mask": masks(lengths, 1),
+    }
 
 
 @dataclass(frozen=True)
