@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from ..find.node_checks import MICROSOFT_DOMAIN
 from ..names import ORTOLAN_DOMAIN
 from .function_body import FunctionBody
 
 OP_TYPE = "LinearAttention"
-MICROSOFT = "com.microsoft"
+RECURRENCES = (OP_TYPE, "CausalConvWithState")  # of ONNX Runtime
 INPUTS = ("query", "key", "value", "past_state", "decay", "beta")
 ATTRIBUTES = {
     "q_num_heads": ir.AttributeType.INT,
@@ -55,10 +56,10 @@ def linear_attention_function(opset: int) -> ir.Function:
     rows = body.op("Concat", rows, body.ints(1), axis=0)
     given = [body.op("Expand", value, rows) if value.name in ("decay", "beta") else value for value in inputs]
     references = [ir.RefAttr(key, key, kind) for key, kind in ATTRIBUTES.items()]
-    node = ir.Node(MICROSOFT, OP_TYPE, given, references, num_outputs=2)
+    node = ir.Node(MICROSOFT_DOMAIN, OP_TYPE, given, references, num_outputs=2)
     for output, name in zip(node.outputs, ("output", "present_state"), strict=True):
         output.name = name
-    imports = {"": opset, MICROSOFT: 1}
+    imports = {"": opset, MICROSOFT_DOMAIN: 1}
     graph = ir.Graph(inputs, node.outputs, nodes=[*body.nodes, node], opset_imports=imports, name=OP_TYPE)
     attributes = [ir.Attr(key, kind, None) for key, kind in ATTRIBUTES.items()]
     attributes.append(ir.Attr("format_version", ir.AttributeType.INT, None))

@@ -17,9 +17,11 @@ from ..find.constants import DEFAULT_DOMAINS, constant_tensor
 from ..find.convolutions import unfold_convolutions
 from ..find.dimensions import Dimensions
 from ..find.fused_forms import unfuse
+from ..find.node_checks import MICROSOFT_DOMAIN
 from ..find.quantized_forms import unify_quantized
 from ..find.separate_experts import join_experts
 from ..names import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, RECIPE_KEY
+from ..operators.linear_attention import RECURRENCES
 from ..operators.nodes import new_initializer
 from .context import RecipePass
 from .lengths import ask_inputs
@@ -123,14 +125,22 @@ def drop_listed_initializers(model: ir.Model) -> None:
 
 
 def inline_functions(model: ir.Model) -> None:
-    """Inline calls of the model's own functions. Functions of Ortolan's operators stay."""
+    """Inline calls of the model's own functions, except those of operators that have kernels (`_has_kernel`)."""
     if has_functions(model):
-        onnx_passes.InlinePass(criteria=lambda function: function.domain != ORTOLAN_DOMAIN)(model)
+        onnx_passes.InlinePass(criteria=lambda function: not _has_kernel(function.domain, function.name))(model)
 
 
 def has_functions(model: ir.Model) -> bool:
-    """Return True if the model has functions besides those of Ortolan's operators."""
-    return any(domain != ORTOLAN_DOMAIN for domain, *_ in model.functions)
+    """Return True if the model has functions that `inline_functions` inlines."""
+    return any(not _has_kernel(domain, name) for domain, name, *_ in model.functions)
+
+
+def _has_kernel(domain: str, name: str) -> bool:
+    """Return True for operators of Ortolan, and recurrences: ONNX Runtime only calls their function without a kernel.
+
+    Inlined, a recurrence would become a Scan over the tokens, which is slower and which no pass knows.
+    """
+    return domain == ORTOLAN_DOMAIN or (domain == MICROSOFT_DOMAIN and name in RECURRENCES)
 
 
 def require_normalized(model: ir.Model, name: str) -> None:

@@ -8,8 +8,8 @@
 namespace ortolan {
 namespace {
 
-// kDelta: u = beta (v - S^T k), else v.
-template <bool kDelta, bool kRowDecays>
+// kDelta: u = beta (v - S^T k), else v. kWhole: all kWidth columns exist.
+template <bool kDelta, bool kRowDecays, bool kWhole>
 class Columns {
   using Float = Simd::Float;
   static constexpr int64_t kLanes = Simd::kLanes;
@@ -22,12 +22,15 @@ class Columns {
 
   // first: the first of at most kWidth columns.
   Columns(const RecurrenceArgs& args, int64_t first)
-      : args_(args), first_(first), left_(args.columns - first < kWidth ? args.columns - first : kWidth) {}
+      : args_(args),
+        first_(first),
+        left_(args.columns - first < kWidth ? args.columns - first : kWidth),
+        state_(args.scratch == nullptr ? args.present + first : args.scratch),
+        row_bytes_(args.scratch == nullptr ? args.state_row_bytes : kWidth * static_cast<int64_t>(sizeof(float))) {}
 
   void Run() {
-    Load();
     Float retrieved[kVectors], u[kVectors], y[kVectors];
-    if constexpr (kDelta) Read(Key(0), kRowDecays ? Decay(0) : nullptr, retrieved);
+    Load(retrieved);
     for (int64_t t = 0; t < args_.tokens; ++t) {
       const float decay = args_.decay == nullptr || kRowDecays ? 1.0f : *Decay(t);
       const float* v = AtByte(args_.v, t * args_.v_row_bytes) + first_;
@@ -39,15 +42,17 @@ class Columns {
           u[j] = Simd::Multiply(Simd::Set(*AtByte(args_.beta, t * args_.beta_row_bytes)), difference);
         }
       }
-      // After the last token nothing is retrieved; the sums of any key do.
-      Update(t, t + 1 < args_.tokens ? t + 1 : t, decay, u, y, retrieved);
+      if (t + 1 < args_.tokens) {
+        Update<false>(t, decay, u, y, retrieved);
+      } else {
+        Update<true>(t, decay, u, y, retrieved);
+      }
       Store(t, 0, y);
       for (int64_t i = 1; i < args_.queries; ++i) {
-        Read(Query(t) + i * args_.key_size, nullptr, y);
+        Read(Query(t) + i * args_.key_size, y);
         Store(t, i, y);
       }
     }
-    Save();
   }
 
  private:
@@ -57,77 +62,89 @@ class Columns {
   // The columns from vector j on, 0 … kLanes and more.
   int64_t Left(int64_t j) const { return left_ > j * kLanes ? left_ - j * kLanes : 0; }
   Float LoadColumns(const float* from, int64_t j) const {
+    if constexpr (kWhole) return Simd::Load(from + j * kLanes);
     const int64_t left = Left(j);
     return left == 0 ? Simd::Set(0.0f) : Simd::LoadSome(from + j * kLanes, left);
   }
   void StoreColumns(float* to, int64_t j, Float a) const {
+    if constexpr (kWhole) return Simd::Store(to + j * kLanes, a);
     const int64_t left = Left(j);
     if (left > 0) Simd::StoreSome(to + j * kLanes, left, a);
   }
 
-  void Load() {
-    for (int64_t i = 0; i < args_.key_size; ++i) {
+  // Copy the state to scratch memory, if there is any, and sum what the first token retrieves.
+  void Load(Float (&retrieved)[kVectors]) const {
+    Float sums[kVectors];
+    for (Float& sum : sums) sum = Simd::Set(0.0f);
+    if (!kDelta && args_.scratch == nullptr) return;
+    for (int64_t i = 0, rows = args_.key_size; i < rows; ++i) {
+      const float* from = AtByte(args_.past, i * args_.state_row_bytes) + first_;
+      const Float key = Simd::Set(Retrieving(0, i));
+#pragma GCC unroll 4
       for (int64_t j = 0; j < kVectors; ++j) {
-        const Float a = args_.past == nullptr ? Simd::Set(0.0f)
-                                              : LoadColumns(AtByte(args_.past, i * args_.state_row_bytes) + first_, j);
-        Simd::Store(args_.scratch + i * kWidth + j * kLanes, a);
+        const Float a = LoadColumns(from, j);
+        if (args_.scratch != nullptr) Simd::Store(args_.scratch + i * kWidth + j * kLanes, a);
+        if constexpr (kDelta) sums[j] = Simd::MultiplyAdd(key, a, sums[j]);
       }
     }
+    Copy(sums, retrieved);
   }
 
-  void Save() const {
-    for (int64_t i = 0; i < args_.key_size; ++i) {
-      float* to = AtByte(args_.present, i * args_.state_row_bytes) + first_;
-      for (int64_t j = 0; j < kVectors; ++j) {
-        StoreColumns(to, j, Simd::Load(args_.scratch + i * kWidth + j * kLanes));
-      }
-    }
-  }
+  // The factor of row i in what token t retrieves: S has not decayed yet. A factor for all rows is applied to the sum.
+  float Retrieving(int64_t t, int64_t i) const { return kRowDecays ? Key(t)[i] * Decay(t)[i] : Key(t)[i]; }
 
-  // sums = S^T (factors * decays), the products rounded; without decays: S^T factors.
-  void Read(const float* factors, const float* decays, Float (&sums)[kVectors]) const {
+  // sums = S^T factors.
+  void Read(const float* factors, Float (&sums)[kVectors]) const {
     Float found[kVectors];
     for (Float& sum : found) sum = Simd::Set(0.0f);
-    const float* s = args_.scratch;
-    for (int64_t i = 0, rows = args_.key_size; i < rows; ++i, s += kWidth) {
-      const Float factor = Simd::Set(decays == nullptr ? factors[i] : factors[i] * decays[i]);
+    const float* s = state_;
+    for (int64_t i = 0, rows = args_.key_size; i < rows; ++i, s = AtByte(s, row_bytes_)) {
+      const Float factor = Simd::Set(factors[i]);
 #pragma GCC unroll 4
-      for (int64_t j = 0; j < kVectors; ++j) found[j] = Simd::MultiplyAdd(factor, Simd::Load(s + j * kLanes), found[j]);
+      for (int64_t j = 0; j < kVectors; ++j) found[j] = Simd::MultiplyAdd(factor, LoadColumns(s, j), found[j]);
     }
-#pragma GCC unroll 4
-    for (int64_t j = 0; j < kVectors; ++j) sums[j] = found[j];
+    Copy(found, sums);
   }
 
-  // S = decay S + k u^T, y = S^T q, and what token `next` retrieves, as by Read. One pass over S.
-  void Update(int64_t t, int64_t next, float decay, const Float (&u)[kVectors], Float (&y)[kVectors],
+  // S = decay S + k u^T and y = S^T q in one pass over S, with what the next token retrieves, or, after the last token,
+  // with the copy of S to `present`.
+  template <bool kLast>
+  void Update(int64_t t, float decay, const Float (&u)[kVectors], Float (&y)[kVectors],
               Float (&retrieved)[kVectors]) const {
-    const float *k = Key(t), *q = Query(t), *next_k = Key(next);
+    const float *k = Key(t), *q = Query(t), *next_k = kLast ? k : Key(t + 1);
     const float* decays = kRowDecays ? Decay(t) : nullptr;
-    const float* next_decays = kRowDecays ? Decay(next) : nullptr;
+    const float* next_decays = kRowDecays && !kLast ? Decay(t + 1) : nullptr;
     Float of_query[kVectors], of_key[kVectors], added[kVectors];
 #pragma GCC unroll 4
     for (int64_t j = 0; j < kVectors; ++j) {
       of_query[j] = of_key[j] = Simd::Set(0.0f);
       added[j] = u[j];
     }
-    float* s = args_.scratch;
-    for (int64_t i = 0, rows = args_.key_size; i < rows; ++i, s += kWidth) {
+    float* s = state_;
+    float* present = args_.scratch == nullptr ? nullptr : args_.present + first_;
+    for (int64_t i = 0, rows = args_.key_size; i < rows; ++i, s = AtByte(s, row_bytes_)) {
       const Float kept = Simd::Set(kRowDecays ? decays[i] : decay), key = Simd::Set(k[i]), query = Simd::Set(q[i]);
-      const Float next_key = Simd::Set(kRowDecays ? next_k[i] * next_decays[i] : next_k[i]);
+      [[maybe_unused]] const Float next_key = Simd::Set(kRowDecays && !kLast ? next_k[i] * next_decays[i] : next_k[i]);
 #pragma GCC unroll 4
       for (int64_t j = 0; j < kVectors; ++j) {
-        Float a = Simd::Multiply(kept, Simd::Load(s + j * kLanes));
+        Float a = Simd::Multiply(kept, LoadColumns(s, j));
         a = Simd::MultiplyAdd(key, added[j], a);
-        Simd::Store(s + j * kLanes, a);
+        StoreColumns(s, j, a);
         of_query[j] = Simd::MultiplyAdd(query, a, of_query[j]);
-        if constexpr (kDelta) of_key[j] = Simd::MultiplyAdd(next_key, a, of_key[j]);
+        if constexpr (kLast) {
+          if (present != nullptr) StoreColumns(AtByte(present, i * args_.state_row_bytes), j, a);
+        } else if constexpr (kDelta) {
+          of_key[j] = Simd::MultiplyAdd(next_key, a, of_key[j]);
+        }
       }
     }
+    Copy(of_query, y);
+    Copy(of_key, retrieved);
+  }
+
+  static void Copy(const Float (&from)[kVectors], Float (&to)[kVectors]) {
 #pragma GCC unroll 4
-    for (int64_t j = 0; j < kVectors; ++j) {
-      y[j] = of_query[j];
-      retrieved[j] = of_key[j];
-    }
+    for (int64_t j = 0; j < kVectors; ++j) to[j] = from[j];
   }
 
   void Store(int64_t t, int64_t query, const Float (&y)[kVectors]) const {
@@ -137,12 +154,16 @@ class Columns {
 
   const RecurrenceArgs& args_;
   int64_t first_, left_;
+  float* state_;
+  int64_t row_bytes_;
 };
 
 template <bool kDelta, bool kRowDecays>
 void RunColumns(const RecurrenceArgs& args) {
-  using Some = Columns<kDelta, kRowDecays>;
-  for (int64_t first = 0; first < args.columns; first += Some::kWidth) Some(args, first).Run();
+  constexpr int64_t kWidth = Columns<kDelta, kRowDecays, true>::kWidth;
+  int64_t first = 0;
+  for (; first + kWidth <= args.columns; first += kWidth) Columns<kDelta, kRowDecays, true>(args, first).Run();
+  if (first < args.columns) Columns<kDelta, kRowDecays, false>(args, first).Run();
 }
 
 }  // namespace

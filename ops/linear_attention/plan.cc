@@ -15,7 +15,7 @@ constexpr int64_t kFloat = sizeof(float);
 // Exponentials per work item: some 20 microseconds.
 constexpr int64_t kChunkDecays = int64_t{1} << 12;
 // With fewer tokens than this, a strip takes less time than handing it to another thread, so a thread gets all strips
-// of a head.
+// of a head. Memory is the limit then: the state is copied in one stream, and its strips are read from the L2 cache.
 constexpr int64_t kStripTokens = 8;
 
 void Exponentials(Host& host, const float* from, int64_t count, float* to) {
@@ -103,7 +103,11 @@ void LinearAttentionPlan::Run(Host& host, const LinearAttentionCall& call) const
     const int64_t state = item / items;
     RecurrenceArgs head = HeadArgs(call, decays ? reinterpret_cast<const float*>(decays->data()) : nullptr,
                                    state / call.value_heads, state % call.value_heads);
-    head.scratch = reinterpret_cast<float*>(scratch);
+    if (call.tokens > 1) head.scratch = reinterpret_cast<float*>(scratch);
+    if (call.tokens < kStripTokens) {
+      std::memcpy(head.present, head.past, static_cast<size_t>(call.key_size * head.state_row_bytes));
+      head.past = head.present;
+    }
     for (int64_t strip = item % items * together, end = strip + together; strip < end; ++strip) {
       const int64_t first = strip * kStripColumns;
       RecurrenceArgs args = head;

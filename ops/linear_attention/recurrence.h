@@ -42,10 +42,12 @@ struct RecurrenceArgs {
   float* y = nullptr;  // [tokens, columns], for query i at y + i * y_query
   int64_t y_row_bytes = 0;
   int64_t y_query = 0;
-  const float* past = nullptr;  // [key_size, columns]; null: zeros
+  const float* past = nullptr;  // [key_size, columns]; may be `present`
   float* present = nullptr;     // [key_size, columns]
   int64_t state_row_bytes = 0;
-  float* scratch = nullptr;  // [key_size, kStripColumns], aligned to kScratchAlignment
+  // [key_size, kStripColumns], aligned to kScratchAlignment; null: `past` is `present`, which is updated in place.
+  // Faster unless there is one token.
+  float* scratch = nullptr;
 };
 
 using RecurrenceFn = void(const RecurrenceArgs&);

@@ -71,6 +71,23 @@ def test_a_node_is_replaced(rule: str) -> None:
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+def test_a_function_for_hosts_without_the_operator_is_not_inlined() -> None:
+    """Exporters such as mobius add one. This one has other answers, so that inlining it would show."""
+    model = scan(Setup())
+    body = [
+        helper.make_node("Identity", [name], [output]) for name, output in (("value", "y"), ("past_state", "state"))
+    ]
+    opsets = [helper.make_opsetid("", 21)]
+    function = helper.make_function("com.microsoft", "LinearAttention", list(INPUTS), ["y", "state"], body, opsets)
+    model.functions.append(function)
+    found = optimize(model).model
+    assert found is not None
+    assert [node.domain for node in found.graph.node] == ["ai.ortolan"]
+    feeds = random_feeds(Setup(), 2, 9)
+    for one, other in zip(session(found).run(None, feeds), session(scan(Setup())).run(None, feeds), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("model", "reason"),
     [

@@ -66,7 +66,7 @@ QUANTIZE = PRUNE.replace("prune", "quantize")
             'name = "r"',
             r"has no \[\[pass\]\]; the passes are: activations, cache_prompt, calibrate, compress_cache, "
             "embeddings, experts, float_activations, fuse_attention, fuse_cached_attention, fuse_lut, fuse_norm, "
-            "normalize, prune, quantize, ranges, replace, unpad, verify",
+            "linear_attention, normalize, prune, quantize, ranges, replace, unpad, verify",
         ),
         ('name = "r"\npass = 3', r"has no \[\[pass\]\]"),
         ('name = "r"\npass = [1]', r"has no \[\[pass\]\]; .* write: pass = \[\]"),
@@ -150,7 +150,8 @@ def test_passes_in_the_wrong_order(names):
     steps = [{"name": name} for name in ("normalize", before, after)]
     order = (
         "normalize, float_activations, calibrate, prune, quantize, embeddings, fuse_attention, ranges, activations, "
-        "cache_prompt, compress_cache, fuse_cached_attention, experts, replace, fuse_lut, fuse_norm, unpad, verify"
+        "cache_prompt, compress_cache, fuse_cached_attention, linear_attention, experts, replace, fuse_lut, fuse_norm, "
+        "unpad, verify"
     )
     message = f"'{after}' follows pass '{before}', expected the order: {order}"
     with pytest.raises(RecipeError, match=message):
