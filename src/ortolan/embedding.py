@@ -229,14 +229,15 @@ def read_sentence_pairs(csv_path: str | os.PathLike[str]) -> SentencePairs:
             continue
         columns = line.rstrip("\r").split("\t")
         try:
-            found = float(columns[4]), columns[5], columns[6]
+            score, one, two = float(columns[4]), columns[5], columns[6]
         except (IndexError, ValueError) as error:
             raise OrtolanError(
                 f"{csv_path}, line {number}: expected tab-separated columns with a score in the 5th and sentences in "
                 f"the 6th and 7th, found {line[:80]!r}"
             ) from error
-        for values, value in zip(pairs, found, strict=True):
-            values.append(value)
+        pairs.scores.append(score)
+        pairs.first.append(one)
+        pairs.second.append(two)
     if len(pairs.scores) < 2:
         raise OrtolanError(f"{csv_path} has {len(pairs.scores)} pairs of sentences; a correlation needs at least 2")
     return pairs
