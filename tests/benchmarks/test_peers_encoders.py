@@ -1,18 +1,24 @@
 """Comparison of text encoders: texts, the quality measure, and a whole run on a tiny model."""
 
+import importlib
+import json
+import os
 import sys
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx_ir as ir
 import pytest
+from tokenizers import Tokenizer
 
 from ortolan.benchmarks.encoder import FP32, INT8, Encoder, word_feeds
 from ortolan.embedding import SentencePairs
 from ortolan.models import tiny
 from tools.peers import encoders
 from tools.peers.comparison import Job, compare
-from tools.peers.configuration import Configuration, Runner
+from tools.peers.configuration import WORKERS, Configuration, Runner
 from tools.peers.encoder_texts import (
     MIXED,
     SORTED,
@@ -173,6 +179,132 @@ def test_peers_take_part_where_they_have_an_interpreter(encoder, tmp_path):
     source = encoders.Source("tiny", encoder, tmp_path)
     forms = encoders.configurations_of(job_of(tmp_path, pythons={"fastembed": "python"}), source, encoders.OTHERS)
     assert [(form.name, form.python, form.ours) for form in forms] == [("fastembed", "python", False)]
+
+
+@pytest.fixture
+def folder(encoder, tmp_path):
+    """Return a transformers folder with an ONNX file."""
+    made = tmp_path / "both"
+    made.mkdir()
+    (made / "model.onnx").write_bytes(encoder.onnx.read_bytes())
+    (made / "model.safetensors").write_bytes(b"weights")
+    (made / "config.json").write_text("{}")
+    return made
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Return the worker script."""
+    monkeypatch.syspath_prepend(str(WORKERS))
+    names = ("encoders", "engine")
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module("encoders")
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def vectors_of(texts, folder):
+    """Return what a fake engine computes for texts: the ids that the folder's tokenizer returns."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return [np.array(sorted(tokenizer.encode(text).ids)[-2:], np.float32) for text in texts]
+
+
+class FakeInfinity:
+    """infinity's engine, which reads the folder that the process is in."""
+
+    @classmethod
+    def from_args(cls, settings):
+        found = cls()
+        found.settings, found.folder = settings, Path.cwd()
+        return found
+
+    async def astart(self):
+        self.started = True
+
+    async def embed(self, sentences):
+        assert self.started and len(sentences) <= self.settings.batch_size
+        return vectors_of(sentences, self.folder), 0
+
+
+def given_to(script, engine, tmp_path):
+    """Return the vectors of a batch of texts of 3 and 5 tokens, and the ids that they are made of."""
+    texts = texts_of(3, 5)
+    path = str(write_batches(batches_of(texts, 2, in_order=False), tmp_path / "texts.npz"))
+    (part,) = engine.prepare({"batches": path})
+    expected = [sorted(one["input_ids"][0])[-2:] for one in texts]
+    ((ids, mask, types),) = (list(np.load(path).values()),)
+    with pytest.raises(ValueError, match=f"{engine.packages[0]} supports only token type 0"):
+        engine.part(script.Batch(ids, mask, np.ones_like(types)))
+    return engine.run(part), expected
+
+
+@pytest.mark.parametrize("engine", ["torch", "optimum"])
+def test_infinity_reads_a_folder_and_takes_ids_as_words(script, folder, tmp_path, monkeypatch, engine):
+    monkeypatch.chdir(tmp_path)
+    made = tmp_path / "made"
+    made.mkdir()
+    api = SimpleNamespace(EngineArgs=SimpleNamespace, AsyncEmbeddingEngine=FakeInfinity)
+    threads = []
+    monkeypatch.setitem(sys.modules, "infinity_emb", api)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(set_num_threads=threads.append))
+    described = script.Infinity.make(folder, made, 2, engine=engine, dtype="float32")
+    assert described.megabytes > 0 and f"engine='{engine}'" in described.call
+    encoder = script.Infinity(2, **described.opened)
+    found, expected = given_to(script, encoder, tmp_path)
+    np.testing.assert_array_equal(found, expected)
+    assert threads == [2] and encoder._engine.settings.engine == engine
+    models = {"torch": "model.safetensors", "optimum": "model.onnx"}
+    assert {path.name for path in made.iterdir()} >= {"config.json", models[engine]}
+
+
+@pytest.mark.parametrize("engine", ["candle", "onnx"])
+def test_embed_anything_finds_the_folder_as_a_cache_of_the_hub(script, folder, tmp_path, monkeypatch, engine):
+    made, opened = tmp_path / "made", []
+    made.mkdir()
+
+    def files(model_id):
+        repository = made / "hub" / f"models--{model_id.replace('/', '--')}"
+        return repository / "snapshots" / (repository / "refs" / "main").read_text()
+
+    def from_hf(model_id, pooling):
+        assert pooling == "mean" and (files(model_id) / "model.safetensors").is_file()
+        return files(model_id)
+
+    def from_onnx(kind, hf_model_id, path_in_repo):
+        assert kind == "bert" and (files(hf_model_id) / path_in_repo).is_file()
+        return files(hf_model_id)
+
+    def embed(texts, embedder, config):
+        opened.append(config.batch_size)
+        return [SimpleNamespace(embedding=vector.tolist()) for vector in vectors_of(texts, embedder)]
+
+    api = SimpleNamespace(
+        EmbeddingModel=SimpleNamespace(from_pretrained_hf=from_hf, from_pretrained_onnx=from_onnx),
+        Pooling=SimpleNamespace(Mean="mean"),
+        WhichModel=SimpleNamespace(Bert="bert"),
+        TextEmbedConfig=SimpleNamespace,
+        embed_query=embed,
+    )
+    monkeypatch.setitem(sys.modules, "embed_anything", api)
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    described = script.EmbedAnything.make(folder, made, 2, engine=engine)
+    encoder = script.EmbedAnything(2, **described.opened)
+    assert os.environ["HF_HOME"] == str(made) and os.environ["RAYON_NUM_THREADS"] == "2"
+    found, expected = given_to(script, encoder, tmp_path)
+    np.testing.assert_array_equal(found, expected)
+    assert opened == [2] and described.megabytes > 0
+    assert json.loads((files("local/model") / "config.json").read_text()) == {}
+
+
+def test_a_folder_has_the_onnx_file_too(encoder, tmp_path, monkeypatch):
+    def write_checkpoint(model, folder):
+        folder.mkdir()
+        return folder
+
+    monkeypatch.setattr(encoders, "write_checkpoint", write_checkpoint)
+    folder = encoders.Source("tiny", encoder, tmp_path).path(encoders.BOTH)
+    assert (folder / "model.onnx").read_bytes() == encoder.onnx.read_bytes()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from .result import PeersResult
 from .verdict import ENCODERS
 
 SCRIPT = "encoders.py"  # in tools/workers
-ONNX, CHECKPOINT = "ONNX file", "transformers folder"
+ONNX, CHECKPOINT, BOTH = "ONNX file", "transformers folder", "transformers folder with ONNX file"
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,11 @@ OTHERS = (
     Variant("torch compile bf16", "torch", {"dtype": "bfloat16", "compiled": True}, False, CHECKPOINT),
     Variant("sentence-transformers", "sentence-transformers", {}, True, CHECKPOINT),
     Variant("fastembed", "fastembed", {}, True),
+    Variant("infinity, torch", "infinity", {"engine": "torch", "dtype": "float32"}, True, BOTH),
+    Variant("infinity, torch bf16", "infinity", {"engine": "torch", "dtype": "bfloat16"}, False, BOTH),
+    Variant("infinity, ONNX Runtime", "infinity", {"engine": "optimum", "dtype": "float32"}, True, BOTH),
+    Variant("EmbedAnything, candle", "embed-anything", {"engine": "candle"}, True, BOTH),
+    Variant("EmbedAnything, ONNX Runtime", "embed-anything", {"engine": "onnx"}, True, BOTH),
 )
 
 
@@ -109,6 +115,10 @@ class Source:
     def _make(self, kind: str) -> Path:
         if kind == CHECKPOINT:
             return write_checkpoint(self._model, self._folder / "checkpoint")
+        if kind == BOTH:
+            folder = write_checkpoint(self._model, self._folder / "checkpoint and ONNX file")
+            shutil.copyfile(self.encoder.onnx, folder / "model.onnx")
+            return folder
         assert kind == ONNX
         return self.encoder.onnx
 

@@ -33,6 +33,8 @@ REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "torch": (_TORCH, _TRANSFORMERS),
     "sentence-transformers": ("sentence-transformers==6.2.0", _TORCH),
     "fastembed": ("fastembed==0.9.1",),
+    "infinity": ("infinity-emb[torch,optimum]==0.0.78", "optimum==2.1.0", "transformers==4.57.6", _TORCH),
+    "embed-anything": ("embed-anything==0.7.1", "numpy"),
     "llama.cpp": ("llama-cpp-python==0.3.36",),
     "ik_llama.cpp": ("ik-llama-cpp-python==0.1.5",),
     "onnxruntime-genai": ("onnxruntime-genai==0.18.0",),

@@ -20,6 +20,8 @@ RUNTIMES: Mapping[str, str] = {
     "ctranslate2": "CTranslate2",
     "torch": "PyTorch",
     "sentence-transformers": "PyTorch",
+    "infinity": "infinity",
+    "embed-anything": "EmbedAnything",
     "llama.cpp": "llama.cpp",
     "ik_llama.cpp": "ik_llama.cpp",
     "mistralrs": "mistral.rs",

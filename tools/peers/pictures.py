@@ -50,7 +50,7 @@ _LABEL_HEIGHT, _LETTER = 13.0, 6.0  # in points, for names of lines: height of a
 # Runtimes with equal colors never appear in one picture.
 _COLORS = {
     "ONNX Runtime": 0, "OpenVINO": 1, "llama.cpp": 1, "CTranslate2": 2, "ik_llama.cpp": 2, "PyTorch": 3,
-    "mistral.rs": 4, "DeepSparse": 4,
+    "mistral.rs": 4, "DeepSparse": 4, "EmbedAnything": 4, "infinity": 5,
 }  # fmt: skip
 
 
@@ -71,10 +71,10 @@ class Theme:
 
 
 LIGHT = Theme(
-    "light", "#1f2328", "#59636e", "#e4e7eb", "#c4501b", ("#7a7a7a", "#3b6ea5", "#5b8c5a", "#8a6bb0", "#b08a2e")
+    "light", "#1f2328", "#59636e", "#e4e7eb", "#c4501b", ("#7a7a7a", "#3b6ea5", "#5b8c5a", "#8a6bb0", "#b08a2e", "#2f8a86")
 )
 DARK = Theme(
-    "dark", "#e6edf3", "#9da7b3", "#31373e", "#ff8a4c", ("#8b949e", "#79b0e8", "#8fc78d", "#bfa2e6", "#dcb95c")
+    "dark", "#e6edf3", "#9da7b3", "#31373e", "#ff8a4c", ("#8b949e", "#79b0e8", "#8fc78d", "#bfa2e6", "#dcb95c", "#6cc5c0")
 )
 
 

@@ -6,6 +6,7 @@ serve.py runs this script. The work is {"batches": PATH}, an .npz file: its arra
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import os
@@ -25,6 +26,7 @@ else:
 
 _LONGEST = 512  # tokens in a text
 _WORDS = 1 << 15  # exceeds the vocabularies here
+_PAD = "[PAD]"  # the word of id 0
 
 
 @dataclass(frozen=True)
@@ -365,12 +367,34 @@ class SentenceTransformers(EncoderEngine):
             return np.asarray(self._model(dict(part))["sentence_embedding"].numpy())
 
 
-class FastEmbed(EncoderEngine):
-    """fastembed on the ONNX file, as a custom model.
+class _OfTexts(EncoderEngine):
+    """A text encoder that takes texts, not ids.
 
-    It takes texts, not ids, so each id is written as a word, and a tokenizer turns the words back into ids. Token types
-    are zero.
+    Each id is written as a word, and a tokenizer turns the words back into ids. Token types are zero.
     """
+
+    @staticmethod
+    def _write_tokenizer(folder: Path) -> None:
+        words = {_PAD: 0, **{str(number): number for number in range(1, _WORDS)}}
+        tokenizer = {
+            "version": "1.0",
+            "added_tokens": [],
+            "pre_tokenizer": {"type": "WhitespaceSplit"},
+            "model": {"type": "WordLevel", "vocab": words, "unk_token": _PAD},
+        }
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+        fields = {"model_max_length": _LONGEST, "pad_token": _PAD, "tokenizer_class": "PreTrainedTokenizerFast"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(fields), encoding="utf-8")
+
+    def part(self, batch: Batch) -> list[str]:
+        """Return the inputs of a batch."""
+        if batch.types.any():
+            raise ValueError(f"{self.packages[0]} supports only token type 0")
+        return [" ".join(map(str, ids)) for ids in batch.texts(batch.ids)]
+
+
+class FastEmbed(_OfTexts):
+    """fastembed on the ONNX file, as a custom model."""
 
     packages = ("fastembed", "onnxruntime")
     modules = ("fastembed", "fastembed.common.model_description")
@@ -389,16 +413,6 @@ class FastEmbed(EncoderEngine):
             megabytes(*with_data(model)),
         )
 
-    @staticmethod
-    def _write_tokenizer(folder: Path) -> None:
-        tokenizers = importlib.import_module("tokenizers")
-        words = {str(number): number for number in range(_WORDS)}
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-        tokenizer.save(str(folder / "tokenizer.json"))
-        fields = {"model_max_length": _LONGEST, "pad_token": "0"}
-        (folder / "tokenizer_config.json").write_text(json.dumps(fields), encoding="utf-8")
-
     def __init__(self, threads: int, **opened: Any) -> None:
         fastembed = importlib.import_module("fastembed")
         description = importlib.import_module("fastembed.common.model_description")
@@ -414,15 +428,112 @@ class FastEmbed(EncoderEngine):
         )
         self._embedding = fastembed.TextEmbedding(name, threads=threads, specific_model_path=opened["folder"])
 
-    def part(self, batch: Batch) -> list[str]:
-        """Return the inputs of a batch."""
-        if batch.types.any():
-            raise ValueError("fastembed supports only token type 0")
-        return [" ".join(map(str, ids)) for ids in batch.texts(batch.ids)]
-
     def run(self, part: list[str]) -> np.ndarray:
         """Return the vectors of a batch."""
         return np.stack(list(self._embedding.embed(part, batch_size=len(part))))
+
+
+class Infinity(_OfTexts):
+    """infinity's engine (infinity-emb), from a transformers folder that has an ONNX file too."""
+
+    packages = ("infinity-emb", "torch", "onnxruntime")
+    modules = ("infinity_emb", "torch")
+    environment: ClassVar = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+    _FILES: ClassVar = {"torch": "model.safetensors", "optimum": "model.onnx"}
+
+    @classmethod
+    def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
+        """Link the model and write the tokenizer of ids.
+
+        Options: `engine`, "torch" or "optimum" (ONNX Runtime); `dtype`, which only torch follows.
+        """
+        engine, dtype = options["engine"], options["dtype"]
+        for name in ("config.json", cls._FILES[engine]):
+            _link(model / name, folder / name)
+        cls._write_tokenizer(folder)
+        call = (
+            f"AsyncEmbeddingEngine.from_args(EngineArgs(engine={engine!r}, dtype={dtype!r}, bettertransformer=False))"
+        )
+        return Made(
+            {"folder": str(folder), "engine": engine, "dtype": dtype}, call, megabytes(folder / cls._FILES[engine])
+        )
+
+    def __init__(self, threads: int, **opened: Any) -> None:
+        infinity = importlib.import_module("infinity_emb")
+        importlib.import_module("torch").set_num_threads(threads)
+        # optimum takes no absolute paths.
+        os.chdir(opened["folder"])
+        settings = infinity.EngineArgs(
+            model_name_or_path=".",
+            engine=opened["engine"],
+            dtype=opened["dtype"],
+            device="cpu",
+            pooling_method="mean",
+            batch_size=_LONGEST,  # of texts, more than a batch here has
+            model_warmup=False,
+            bettertransformer=False,  # it would replace torch's fused attention
+            onnx_disable_optimize=True,  # it needs an older optimum; ONNX Runtime optimizes when it opens the file
+        )
+        self._engine = infinity.AsyncEmbeddingEngine.from_args(settings)
+        self._loop = asyncio.new_event_loop()
+        self._loop.run_until_complete(self._engine.astart())
+
+    def run(self, part: list[str]) -> np.ndarray:
+        """Return the vectors of a batch."""
+        vectors, _ = self._loop.run_until_complete(self._engine.embed(sentences=part))
+        return np.stack(vectors)
+
+
+class EmbedAnything(_OfTexts):
+    """EmbedAnything (embed-anything), from a transformers folder that has an ONNX file too.
+
+    It reads models of Hugging Face's hub only, so the folder becomes a cache of the hub.
+    """
+
+    packages = ("embed-anything", "onnxruntime")
+    modules = ("embed_anything",)
+    _NAME, _REVISION = "local/model", "0" * 40
+    _FILES: ClassVar = {"candle": "model.safetensors", "onnx": "model.onnx"}
+
+    @classmethod
+    def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
+        """Link the model into a cache of the hub, with the tokenizer of ids. Option `engine`: "candle" or "onnx"."""
+        engine = options["engine"]
+        repository = folder / "hub" / f"models--{cls._NAME.replace('/', '--')}"
+        files = repository / "snapshots" / cls._REVISION
+        for one in (files, repository / "refs"):
+            one.mkdir(parents=True)
+        (repository / "refs" / "main").write_text(cls._REVISION, encoding="utf-8")
+        for name in ("config.json", cls._FILES[engine]):
+            _link(model / name, files / name)
+        cls._write_tokenizer(files)
+        loaded = "from_pretrained_hf(pooling=Mean)" if engine == "candle" else "from_pretrained_onnx(Bert)"
+        return Made(
+            {"folder": str(folder), "engine": engine},
+            f"EmbeddingModel.{loaded}, embed_query(TextEmbedConfig(batch_size)), RAYON_NUM_THREADS={threads}",
+            megabytes(files / cls._FILES[engine]),
+        )
+
+    def __init__(self, threads: int, **opened: Any) -> None:
+        # No server answers there, so files that a model may have but does not need are not searched for.
+        os.environ |= {
+            "HF_HOME": opened["folder"],
+            "HF_ENDPOINT": "http://127.0.0.1:9",
+            "RAYON_NUM_THREADS": str(threads),
+        }
+        self._api = importlib.import_module("embed_anything")
+        load = self._api.EmbeddingModel
+        if opened["engine"] == "candle":
+            self._model = load.from_pretrained_hf(model_id=self._NAME, pooling=self._api.Pooling.Mean)
+        else:
+            file = self._FILES[opened["engine"]]
+            bert = self._api.WhichModel.Bert
+            self._model = load.from_pretrained_onnx(bert, hf_model_id=self._NAME, path_in_repo=file)
+
+    def run(self, part: list[str]) -> np.ndarray:
+        """Return the vectors of a batch."""
+        settings = self._api.TextEmbedConfig(batch_size=len(part))
+        return np.array([one.embedding for one in self._api.embed_query(part, embedder=self._model, config=settings)])
 
 
 class DeepSparse(EncoderEngine):
@@ -495,5 +606,7 @@ class Worker(EngineWorker):
         "torch": Torch,
         "sentence-transformers": SentenceTransformers,
         "fastembed": FastEmbed,
+        "infinity": Infinity,
+        "embed-anything": EmbedAnything,
         "deepsparse": DeepSparse,
     }
