@@ -71,10 +71,20 @@ class Theme:
 
 
 LIGHT = Theme(
-    "light", "#1f2328", "#59636e", "#e4e7eb", "#c4501b", ("#7a7a7a", "#3b6ea5", "#5b8c5a", "#8a6bb0", "#b08a2e", "#2f8a86")
+    "light",
+    "#1f2328",
+    "#59636e",
+    "#e4e7eb",
+    "#c4501b",
+    ("#7a7a7a", "#3b6ea5", "#5b8c5a", "#8a6bb0", "#b08a2e", "#2f8a86"),
 )
 DARK = Theme(
-    "dark", "#e6edf3", "#9da7b3", "#31373e", "#ff8a4c", ("#8b949e", "#79b0e8", "#8fc78d", "#bfa2e6", "#dcb95c", "#6cc5c0")
+    "dark",
+    "#e6edf3",
+    "#9da7b3",
+    "#31373e",
+    "#ff8a4c",
+    ("#8b949e", "#79b0e8", "#8fc78d", "#bfa2e6", "#dcb95c", "#6cc5c0"),
 )
 
 
