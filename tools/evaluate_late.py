@@ -8,8 +8,8 @@ documents by the original. The table has the relative differences of these score
 document is the original's.
 
 Top terms: splade-tiny weights the terms of texts, by default the queries. The table has the share of texts whose 64
-largest weights have the original's terms, the mean overlap of these terms, and the share of weight on terms that are not
-among both.
+largest weights have the original's terms, the mean overlap of these terms, and the share of weight on terms that only
+one of both models has.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from ..find.constants import constant_tensor
 from ..find.dimensions import head_sizes
 from .input_dimensions import InputDimensions, Meaning, is_token_input, parts_of
 from .media_inputs import frame_count, picture_shape, samples_per_step
+from .word_inputs import fit_words
 
 Feeds = dict[str, np.ndarray]
 Outputs = list[np.ndarray | None]  # outputs of one run; None: not a numeric tensor, so not compared
@@ -235,7 +236,8 @@ def synthetic_feeds(model: ir.Model, sizes: Sizes, seed: int = 0) -> Feeds:
     sequence *= max([samples_per_step(value) for value in inputs], default=1)
     sizes = Sizes(batch, sequence, sizes.past if has_past else 0)
     widths = head_sizes(inputs)
-    return {value.name or "": _make_up(value, sizes, dimensions, rng, has_past, widths.get(value)) for value in inputs}
+    feeds = {value.name or "": _make_up(value, sizes, dimensions, rng, has_past, widths.get(value)) for value in inputs}
+    return fit_words(model, feeds)
 
 
 def _make_up(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ..hooks.folders import WORDS, write_bert, write_llama, write_sentence_encoder, write_t5
+from ..hooks.gliner_models import make_gliner
 from .other_packages import NEEDS
 from .pages import blocks, run_bash, run_python
 
@@ -33,6 +34,8 @@ def test_the_page_runs(name: str, tmp_path: Path) -> None:
     write_llama(tmp_path / "llama")
     write_t5(tmp_path / "t5")
     write_sentence_encoder(tmp_path / "model")
+    if name == "gliner.md":
+        make_gliner(tmp_path / "backbone", "deberta-v2").save_pretrained(tmp_path / "gliner")
     rng = np.random.default_rng(0)
     (tmp_path / "texts.txt").write_text("\n".join(" ".join(rng.choice(WORDS, 12)) for _ in range(60)))
     run = {"bash": run_bash, "python": run_python}
