@@ -53,5 +53,4 @@ def test_gliner(tmp_path: Path, backbone: str, by_spans: bool) -> None:
         # ONNX Runtime computes products that are no linear layers, of relative positions and rotary angles.
         assert not [one for one in reasons if not re.search("both inputs are constant|at run time|rotary", one)]
         found = scores(tmp_path / weights, session_options=ortolan.register())
-        print(backbone, weights, np.abs(found - original).mean() / original.std())
         assert np.abs(found - original).mean() < error * original.std()
