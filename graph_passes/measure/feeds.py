@@ -16,7 +16,7 @@ from ortolan.errors import CalibrationError, listing, wrong_type
 from ..find.constants import constant_tensor
 from ..find.dimensions import head_sizes
 from .input_dimensions import InputDimensions, Meaning, is_token_input, parts_of
-from .media_inputs import frame_count, picture_shape, samples_per_step
+from .media_inputs import media_of
 
 Feeds = dict[str, np.ndarray]
 Outputs = list[np.ndarray | None]  # outputs of one run; None: not a numeric tensor, so not compared
@@ -232,7 +232,7 @@ def synthetic_feeds(model: ir.Model, sizes: Sizes, seed: int = 0) -> Feeds:
             rows, tokens = value.shape
             batch = rows if isinstance(rows, int) else batch
             sequence = tokens if isinstance(tokens, int) else sequence
-    sequence *= max([samples_per_step(value) for value in inputs], default=1)
+    sequence *= max([media_of(value).samples_per_step for value in inputs], default=1)
     sizes = Sizes(batch, sequence, sizes.past if has_past else 0)
     widths = head_sizes(inputs)
     return {value.name or "": _make_up(value, sizes, dimensions, rng, has_past, widths.get(value)) for value in inputs}
@@ -254,13 +254,12 @@ def _make_up(
         )
     shape = [_dimension(value, axis, sizes, dimensions) for axis in range(len(value.shape))]
     shape[3:4] = [head_size] if head_size else shape[3:4]
-    picture = picture_shape(value)
-    if picture is not None:
-        given = zip(value.shape, (shape[0], *picture), strict=True)
+    media = media_of(value)
+    if media.picture is not None:
+        given = zip(value.shape, (shape[0], *media.picture), strict=True)
         shape = [size if isinstance(size, int) else found for size, found in given]
-    frames = frame_count(value)
-    if frames is not None and not isinstance(value.shape[2], int):
-        shape[2] = frames
+    if media.frames is not None and not isinstance(value.shape[2], int):
+        shape[2] = media.frames
     dtype = value.dtype.numpy()
     counts_past = "attention_mask" in name and not name.startswith("encoder") and has_past
     if counts_past and len(shape) == 2 and not isinstance(value.shape[1], int):

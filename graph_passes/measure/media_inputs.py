@@ -6,6 +6,7 @@ The sizes follow from the convolution that reads the input, and from the table o
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
@@ -17,9 +18,31 @@ _SPECIAL_TOKENS = (1, 0, 2, 101, 11)  # possible numbers of class and detection 
 _PASS_THROUGH = ("Cast", "Identity", "Unsqueeze", "Squeeze", "Sub", "Div", "Mul", "Add")
 _MAX_NODES = 8
 _SAMPLES = 400  # approximate number of samples per encoder step: 25 ms at 16 kHz
+_MEDIA = "ortolan.media"  # key in value.meta
 
 
-def picture_shape(value: ir.Value) -> tuple[int, int, int] | None:
+@dataclass(frozen=True)
+class Media:
+    """What a convolution tells about the sizes of an input."""
+
+    picture: tuple[int, int, int] | None  # channels, height and width of an image [batch, channels, height, width]
+    samples_per_step: int  # ratio of the length to the sequence length in attention: above 1 for sound [batch, samples]
+    frames: int | None  # length of a spectrogram [batch, bins, frames] that fits a table of positions
+
+
+def media_of(value: ir.Value) -> Media:
+    """Return the sizes of an input, as `keep_media` found them if it was called."""
+    kept: Media | None = value.meta.get(_MEDIA)
+    return kept or Media(_picture_shape(value), _samples_per_step(value), _frame_count(value))
+
+
+def keep_media(model: ir.Model) -> None:
+    """Keep the sizes of the model's inputs, for calls after convolutions were rewritten as linear layers."""
+    for value in model.graph.inputs:
+        value.meta[_MEDIA] = media_of(value)
+
+
+def _picture_shape(value: ir.Value) -> tuple[int, int, int] | None:
     """Return channels, height and width of an input [batch, channels, height, width]; None if it is not an image."""
     if value.shape is None or len(value.shape) != 4:
         return None
@@ -35,14 +58,14 @@ def picture_shape(value: ir.Value) -> tuple[int, int, int] | None:
     return channels * integer_attribute(convolution, "group", 1), side, side
 
 
-def samples_per_step(value: ir.Value) -> int:
+def _samples_per_step(value: ir.Value) -> int:
     """Return the ratio of an input's length to the sequence length in attention: above 1 for sound [batch, samples]."""
     floats = value.dtype is not None and value.dtype.is_floating_point()
     is_sound = floats and value.shape is not None and len(value.shape) == 2 and _convolution(value) is not None
     return _SAMPLES if is_sound else 1
 
 
-def frame_count(value: ir.Value) -> int | None:
+def _frame_count(value: ir.Value) -> int | None:
     """Return the length of a spectrogram [batch, bins, frames] for a table of positions with a fixed length.
 
     None if no convolution reads the input, or no table is added to its steps.

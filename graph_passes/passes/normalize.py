@@ -19,6 +19,7 @@ from ..find.dimensions import Dimensions
 from ..find.fused_forms import unfuse
 from ..find.quantized_forms import unify_quantized
 from ..find.separate_experts import join_experts
+from ..measure.media_inputs import keep_media
 from ..names import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, RECIPE_KEY
 from ..operators.nodes import new_initializer
 from .context import RecipePass
@@ -49,6 +50,7 @@ class NormalizePass(RecipePass):
             self._join_experts(model)
         if plan.replaces:  # the last pass `replace` undoes this for layers that are not replaced
             self.context.layers.unified += unify_quantized(model, lambda wanted: self.context.new_name(model, wanted))
+            keep_media(model)
             self.context.layers.unfolded += unfold_convolutions(
                 model, lambda wanted: self.context.new_name(model, wanted)
             )

@@ -1,4 +1,4 @@
-"""Sizes of synthetic sounds: the length of a spectrogram that fits a table of positions."""
+"""Sizes of synthetic sounds: samples, and the length of a spectrogram that fits a table of positions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from ortolan.graph_passes.measure.feeds import Sizes, synthetic_feeds
+
+from .small_models import make_model, op_types, optimize, random_weight
 
 STEPS, WIDTH = 30, 8
 
@@ -35,3 +37,26 @@ def test_the_table_gives_the_length(frames: str | int) -> None:
     feeds = synthetic_feeds(model, Sizes(2, 16, 0))
     assert feeds["x"].shape == (2, 5, 2 * STEPS)
     assert ReferenceEvaluator(ir.to_proto(model)).run(None, feeds)[0].shape == (2, STEPS, WIDTH)
+
+
+@pytest.mark.parametrize("filter_size", [10, 127])
+def test_sound_whose_first_convolution_becomes_a_linear_layer(filter_size: int) -> None:
+    """Feeds are made after convolutions were rewritten. A filter of 127 samples (Moonshine) is a linear layer."""
+    nodes = [
+        helper.make_node("Unsqueeze", ["sound", "one"], ["x"]),
+        helper.make_node("Conv", ["x", "first"], ["a"], strides=[64]),
+        helper.make_node("Relu", ["a"], ["b"]),
+        helper.make_node("Conv", ["b", "second"], ["c"], strides=[3]),
+        helper.make_node("Transpose", ["c"], ["y"], perm=[0, 2, 1]),
+    ]
+    weights = {"first": random_weight(WIDTH, 1, filter_size), "second": random_weight(WIDTH, WIDTH, 7, seed=1)}
+    model = make_model(
+        nodes,
+        {"sound": (TensorProto.FLOAT, ["batch", "samples"])},
+        {"y": (TensorProto.FLOAT, ["batch", "steps", WIDTH])},
+        {**weights, "one": np.array([1])},
+    )
+    report = optimize(model, recipe="sparse-bf16", options={"sparsity": 0.0})
+    assert report.model is not None
+    kinds = op_types(report.model)
+    assert (kinds.count("SparseAMXMatMul"), kinds.count("Conv")) == ((2, 0) if filter_size == 127 else (1, 1))
