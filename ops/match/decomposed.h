@@ -94,9 +94,6 @@ bool SameNumber(const Dimensions& dims, const Dim& one, const Dim& other);
 // Return whether a value has several consumers, or is an output of the graph.
 bool HasOthers(const Graph& graph, Value value);
 
-// Return the node that computes a value if it is a standard operator of this type.
-const Node* MakerOf(const Graph& graph, Value value, std::string_view type);
-
 // Return whether a node is a Slice that keeps all elements.
 bool IsWholeSlice(const Dimensions& dims, const Node& node);
 

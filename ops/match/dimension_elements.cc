@@ -120,18 +120,32 @@ MaybeElements ConcatElements(const Dimensions& dims, const Node& node) {
   return all;
 }
 
+// Return the value of a ConstantOfShape.
+std::optional<Element> FillOf(const Node& node) {
+  const auto value = node.attributes().find("value");
+  if (value == node.attributes().end()) return Element::Real(0);
+  const Constant* const tensor = std::get_if<Constant>(&value->second);
+  if (tensor == nullptr || tensor->data == nullptr || tensor->Count() != 1) return std::nullopt;
+  return ElementAt(*tensor, 0);
+}
+
 MaybeElements FilledElements(const Dimensions& dims, const Node& node) {
   const auto counts = dims.ElementsOf(node.Input(0));
   const auto count = counts && counts->size() == 1 ? (*counts)[0].AsInt() : std::nullopt;
-  if (!count || *count < 0 || *count > static_cast<int64_t>(kMostElements)) return std::nullopt;
-  const auto value = node.attributes().find("value");
-  Element element = Element::Real(0);
-  if (value != node.attributes().end()) {
-    const Constant* const tensor = std::get_if<Constant>(&value->second);
-    if (tensor == nullptr || tensor->data == nullptr || tensor->Count() != 1) return std::nullopt;
-    element = ElementAt(*tensor, 0);
-  }
-  return Elements(static_cast<size_t>(*count), element);
+  const std::optional<Element> fill = FillOf(node);
+  if (!fill || !count || *count < 0 || *count > static_cast<int64_t>(kMostElements)) return std::nullopt;
+  return Elements(static_cast<size_t>(*count), *fill);
+}
+
+// The largest element of a vector that is filled with one value.
+MaybeElements LargestElement(const Dimensions& dims, const Node& node) {
+  const auto shape = dims.ShapeOf(node.Input(0));
+  const auto axes = dims.AxesOf(node, 1);
+  const bool is_vector = shape && shape->size() == 1 && shape->front().Number().value_or(0) > 0;
+  const auto fill = is_vector && axes && (axes->size() == 1 || node.Int("noop_with_empty_axes", 0) == 0)
+                        ? FilledWith(dims, node.Input(0))
+                        : std::nullopt;
+  return fill ? MaybeElements({*fill}) : std::nullopt;
 }
 
 MaybeElements Calculated(const Dimensions& dims, const Node& node) {
@@ -195,7 +209,7 @@ MaybeElements InferElements(const Dimensions& dims, const Node& node) {
       {"Mul", Calculated},        {"Div", Calculated},
       {"Sqrt", Calculated},       {"Reciprocal", Calculated},
       {"Where", Calculated},      {"Equal", Calculated},
-      {"Not", Calculated}};
+      {"Not", Calculated},        {"ReduceMax", LargestElement}};
   const auto rule = node.IsStandard() ? kRules->find(node.type()) : kRules->end();
   return rule == kRules->end() ? std::nullopt : rule->second(dims, node);
 }
@@ -249,6 +263,12 @@ Element ElementAt(const Constant& tensor, int64_t index) {
     default:
       return {};
   }
+}
+
+std::optional<Element> FilledWith(const Dimensions& dims, Value value) {
+  while (const Node* const node = MakerOf(dims.graph(), value, "Unsqueeze")) value = node->Input(0);
+  const Node* const filled = MakerOf(dims.graph(), value, "ConstantOfShape");
+  return filled == nullptr ? std::nullopt : FillOf(*filled);
 }
 
 MaybeElements ListOf(const Dimensions& dims, const Node& node, const char* attribute, size_t input) {

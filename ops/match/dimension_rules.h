@@ -30,6 +30,8 @@ ElementType InferType(const Visit& visit, size_t output);               // dimen
 
 // Return an element of a constant; unknown unless it is int64, int32, a float or a boolean.
 Element ElementAt(const Constant& tensor, int64_t index);
+// Return the value of all elements if ConstantOfShape, then any Unsqueeze, made them; nullopt otherwise.
+std::optional<Element> FilledWith(const Dimensions& dims, Value value);
 // Return the elements of a list of integers, which old opsets give as an attribute.
 MaybeElements ListOf(const Dimensions& dims, const Node& node, const char* attribute, size_t input);
 

@@ -456,9 +456,22 @@ class Rules {
     return shape;
   }
 
+  // Exports of repeat_interleave compare Range(0, n) with a tensor filled with n, so all elements are true.
+  bool IsAllTrue(Value value) const {
+    const Graph& graph = visit_.dims.graph();
+    const Node* const less = MakerOf(graph, value, "Less");
+    const Node* const range = less == nullptr ? nullptr : MakerOf(graph, less->Input(0), "Range");
+    if (range == nullptr) return false;
+    const auto limit = visit_.dims.NumberOf(range->Input(1)), step = visit_.dims.NumberOf(range->Input(2));
+    const auto fill = FilledWith(visit_.dims, less->Input(1));
+    const auto number = fill ? fill->AsNumber() : std::nullopt;
+    return limit && step && number && *step > 0 && *limit <= *number;
+  }
   MaybeShape NonZero(size_t) {
     const auto shape = Shape(0);
-    return shape ? MaybeShape({static_cast<int64_t>(shape->size()), Unknown(0, 1)}) : std::nullopt;
+    if (!shape) return std::nullopt;
+    const MaybeDim count = IsAllTrue(node_.Input(0)) ? ProductOf(*shape) : std::nullopt;
+    return DimShape{static_cast<int64_t>(shape->size()), Or(count, 1)};
   }
 
   MaybeShape Pad(size_t) {

@@ -317,4 +317,9 @@ std::string Quoted(Value value) { return value == nullptr ? "nothing" : ErrorTex
 
 std::string Described(const Node& node) { return ErrorText(node.type(), " '", node.name(), "'"); }
 
+const Node* MakerOf(const Graph& graph, Value value, std::string_view type) {
+  const Node* const node = value == nullptr ? nullptr : graph.Maker(value);
+  return node != nullptr && node->IsStandard(type) ? node : nullptr;
+}
+
 }  // namespace ortolan::match

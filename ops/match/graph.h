@@ -266,6 +266,8 @@ class Graph {
 
 // Return the other operand of a binary operator.
 inline Value Other(const Node& node, Value operand) { return node.Input(0) == operand ? node.Input(1) : node.Input(0); }
+// Return the node that computes a value if it is a standard operator of this type.
+const Node* MakerOf(const Graph& graph, Value value, std::string_view type);
 // Return a value's name in quotes for reasons; "nothing" for null.
 std::string Quoted(Value value);
 // Return a node's type and name for reasons, such as "Reshape 'encoder/Reshape_1'".

@@ -82,11 +82,6 @@ Value Merged(const Dimensions& dims, Value value, const DimShape& shape, NodeSet
 
 }  // namespace
 
-const Node* MakerOf(const Graph& graph, Value value, std::string_view type) {
-  const Node* const node = value == nullptr ? nullptr : graph.Maker(value);
-  return node != nullptr && node->IsStandard(type) ? node : nullptr;
-}
-
 bool HasOthers(const Graph& graph, Value value) { return graph.Uses(value).size() > 1 || graph.IsOutput(value); }
 
 bool SameNumber(const Dimensions& dims, const Dim& one, const Dim& other) {

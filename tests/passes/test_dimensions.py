@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 
@@ -81,3 +82,33 @@ def test_shapes(op: str, inputs: list[list[int | str]], attributes: dict[str, An
     node = ir.Node("", op, values, ir.convenience.convert_attributes(attributes), outputs=outputs)
     graph = ir.Graph(values, node.outputs, nodes=[node], opset_imports={"": 11})
     assert Dimensions(graph).shape(node.outputs[0]) == shape
+
+
+@pytest.mark.parametrize(("filled", "count"), [(2, 14), (1, None)])
+def test_elements_that_are_repeated(filled: int, count: int | None) -> None:
+    """torch's older exporter writes repeat_interleave(2) so, with a Range up to the largest number of repeats.
+
+    If the tensor that is compared has other elements than that number, the count is not known.
+    """
+    model = onnx.parser.parse_model(f"""
+        <ir_version: 8, opset_import: ["": 17]>
+        graph (float[7, n] x) => (int64[2, c] places) {{
+            first = Constant <value_ints = [0]> ()
+            last = Constant <value_ints = [1]> ()
+            all = Shape (x)
+            seven = Slice (all, first, last)
+            repeats = ConstantOfShape <value = int64[1] {{2}}> (seven)
+            compared = ConstantOfShape <value = int64[1] {{{filled}}}> (seven)
+            most = ReduceMax <keepdims = 0> (repeats)
+            zero = Constant <value_int = 0> ()
+            one = Constant <value_int = 1> ()
+            steps = Range (zero, most, one)
+            column = Unsqueeze (compared, last)
+            repeated = Less (steps, column)
+            places = NonZero (repeated)
+        }}""")
+    graph = ir.from_proto(model).graph
+    dims = Dimensions(graph)
+    shape = dims.shape(graph.outputs[0])
+    assert shape is not None and shape[0] == 2
+    assert shape[1] == count or (count is None and not isinstance(shape[1], int))
