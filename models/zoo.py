@@ -303,6 +303,10 @@ def _wav2vec2(size: Size) -> Config:
     return {**config, "num_conv_pos_embedding_groups": 4}
 
 
+def _conformer(size: Size) -> Config:
+    return {**_wav2vec2(size), "conv_depthwise_kernel_size": 7}
+
+
 def _spectrogram(size: Size) -> Config:
     config = _vit(size)
     del config["image_size"]
@@ -372,6 +376,7 @@ ARCHITECTURES = (
     Architecture("wav2vec2", _wav2vec2),
     Architecture("hubert", _wav2vec2),
     Architecture("wavlm", _wav2vec2),
+    Architecture("wav2vec2-conformer", _conformer, options={"position_embeddings_type": "relative"}),
     Architecture("audio-spectrogram-transformer", _spectrogram, "audio-classification"),
     Architecture("gpt2", _gpt2, _PAST),
     Architecture("gptj", _gptj, _PAST),
@@ -404,6 +409,7 @@ ARCHITECTURES = (
     Architecture("m2m_100", _bart, _PAIR),
     Architecture("blenderbot", _bart, _PAIR),
     Architecture("whisper", _whisper, "automatic-speech-recognition-with-past", tokens=48),
+    Architecture("moonshine", _moonshine, "automatic-speech-recognition-with-past", tokens=48),
 )
 
 
@@ -416,7 +422,6 @@ NEWER = (
     Architecture("granitemoehybrid", _granite_hybrid, _PAST, layer_softmaxes=1),
     Architecture("qwen3_next", _delta_moe, _PAST, layer_softmaxes=1),
     Architecture("qwen3_5_text", _delta, _PAST),
-    Architecture("moonshine", _moonshine, "automatic-speech-recognition-with-past", tokens=48),
 )
 
 

@@ -101,6 +101,10 @@ def test_encoders_with_decoders(name: str, tmp_path: Path) -> None:
     check_pair(name, tmp_path, ORTModelForSeq2SeqLM, text())
 
 
-def test_speech(tmp_path: Path) -> None:
-    features = torch.randn(2, 80, 3000, generator=torch.Generator().manual_seed(0))
-    check_pair("whisper", tmp_path, ORTModelForSpeechSeq2Seq, {"input_features": features})
+@pytest.mark.parametrize(
+    ("name", "sound", "shape"),
+    [("whisper", "input_features", (2, 80, 3000)), ("moonshine", "input_values", (2, 16000))],
+)
+def test_speech(name: str, sound: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    check_pair(name, tmp_path, ORTModelForSpeechSeq2Seq, {sound: values})
