@@ -66,7 +66,7 @@ class VitsText(torch.nn.Module):
         self.encoder = transformers.models.vits.modeling_vits.VitsTextEncoder(config)
 
     def forward(self, input_ids: Any, attention_mask: Any) -> Any:
-        return self.encoder(input_ids, attention_mask.unsqueeze(-1).float(), attention_mask, return_dict=False)[0]
+        return self.encoder(input_ids, attention_mask.unsqueeze(-1).float(), attention_mask, return_dict=False)[1]
 
 
 class ChannelNorm(torch.nn.LayerNorm):
@@ -115,10 +115,8 @@ def sound(lengths: tuple[int, ...]) -> Inputs:
 
 
 def text(lengths: tuple[int, ...]) -> Inputs:
-    return {
-        "input_ids": torch.randint(1, SMALL.vocab, (len(lengths), max(lengths))),
-        "attention_mask": masks(lengths, 1),
-    }
+    ids = torch.randint(1, SMALL.vocab, (len(lengths), max(lengths)))
+    return {"input_ids": ids, "attention_mask": masks(lengths, 1)}
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ CASES = {
 }
 
 
-def exported(case: Case, path: Path) -> ir.Model:
+def export(case: Case, path: Path) -> None:
     torch.manual_seed(0)
     inputs = case.inputs((9, 7))
     axes = {name: {0: "batch", 1: "sequence"} for name in inputs}
@@ -151,7 +149,13 @@ def exported(case: Case, path: Path) -> ir.Model:
         case.model().eval(), tuple(inputs.values()), path, input_names=names, output_names=["y"], dynamic_axes=axes,
         opset_version=17, dynamo=False,
     )  # fmt: skip
-    return ir.load(path)
+
+
+def relative_error(expected: np.ndarray, found: np.ndarray) -> float:
+    """Return the error of all values but those of padding, for which Parakeet answers NaN."""
+    finite = np.isfinite(expected)
+    assert finite[0].all() and finite.sum() >= expected[0].size * sum(LENGTHS) // max(LENGTHS)
+    return float(np.linalg.norm((found - expected)[finite]) / np.linalg.norm(expected[finite]))
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
@@ -159,7 +163,7 @@ def exported(case: Case, path: Path) -> ir.Model:
 def test_layers_and_answers(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     source = tmp_path / "model.onnx"
-    exported(case, source)
+    export(case, source)
     feeds = {key: value.numpy() for key, value in case.inputs(LENGTHS).items()}
     (expected,) = ort.InferenceSession(source, providers=["CPUExecutionProvider"]).run(None, feeds)
     for weights, limit in LIMITS.items():
@@ -170,6 +174,6 @@ def test_layers_and_answers(name: str, tmp_path: Path) -> None:
         assert sum(kinds[kind] for kind in ATTENTIONS) == case.attentions
         assert {kind: kinds[kind] for kind in ("Conv", "LSTM", "Softmax") if kinds[kind]} == case.stay
         (found,) = create_session(output).run(None, feeds)
-        assert np.linalg.norm(found - expected) < limit * np.linalg.norm(expected)
+        assert relative_error(expected, found) < limit
     (claimed,) = ort.InferenceSession(source, ortolan.session_options()).run(None, feeds)
-    assert np.linalg.norm(claimed - expected) < LIMITS["int8"] * np.linalg.norm(expected)
+    assert relative_error(expected, claimed) < LIMITS["int8"]
