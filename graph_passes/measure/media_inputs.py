@@ -23,7 +23,7 @@ _MEDIA = "ortolan.media"  # key in value.meta
 
 @dataclass(frozen=True)
 class Media:
-    """What a convolution tells about the sizes of an input."""
+    """The sizes of an input that follow from its convolution."""
 
     picture: tuple[int, int, int] | None  # channels, height and width of an image [batch, channels, height, width]
     samples_per_step: int  # ratio of the length to the sequence length in attention: above 1 for sound [batch, samples]
