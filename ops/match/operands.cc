@@ -200,11 +200,18 @@ Operand WholeOperand(const Dimensions& dims, Value value, const char* meaning, i
 Context MergedHeads(const Dimensions& dims, Value value, const Operand& query, NodeSet& nodes) {
   const DimShape shape = {query.batch, query.heads, query.rows, query.head_dim};
   const std::optional<DimShape> known = dims.ShapeOf(value);
+  // Adding a mask can change the symbolic number of rows: then the shape of the value may show that heads are merged.
+  const bool again =
+      known && known != shape && known->size() == 4 && (*known)[1] == shape[1] && (*known)[3] == shape[3];
+  NodeSet found;
   try {
-    return Merged(dims, value, shape, nodes);
+    const Context context = Merged(dims, value, shape, found);
+    if (!again || context.layout == Layout::kByRows) {
+      nodes.merge(found);
+      return context;
+    }
   } catch (const RefusedError&) {
-    // Adding a mask can change the symbolic number of rows: try again with the shape of the value.
-    if (!known || known == shape || known->size() != 4 || (*known)[1] != shape[1] || (*known)[3] != shape[3]) throw;
+    if (!again) throw;
   }
   return Merged(dims, value, *known, nodes);
 }

@@ -193,7 +193,8 @@ def test_any_recipe_with_a_cache_takes_a_prompt(tmp_path: Path) -> None:
     text = [{"input_ids": TEXT[None]}]
     report = ortolan.optimize_onnx(model, recipe="long-context", prompt=tmp_path / "ids.npy", calibration=text)
     names = [step["name"] for step in report.recipe["pass"]]
-    assert names == ["normalize", "fuse_attention", "cache_prompt", "compress_cache", "verify"]
+    passes = ["normalize", "fuse_attention", "cache_prompt", "compress_cache", "linear_attention", "verify"]
+    assert names == passes
     assert any("a prompt of 70 tokens is part of the model: keys 30% and values 50%" in note for note in report.notes)
     assert ortolan.optimize_onnx(model, prompt=IDS, dry_run=True).recipe["name"] == "cached-prompt"
 
