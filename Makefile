@@ -90,7 +90,7 @@ asan: $(ASAN_BUILT)
 # Integer AMX kernels in the emulator of tests/amx on a CPU without AVX-512: in this build they use AVX2 beside tiles.
 amx: build/amx-site/.installed
 	cd tests && PYTHONPATH=$(CURDIR)/build/amx-site $(PYTEST) -p no:cacheprovider \
-	  amx/test_group_matmul.py amx/test_sparse_amx_matmul_int8.py
+	  amx/test_group_matmul.py amx/test_k_quants.py amx/test_sparse_amx_matmul_int8.py
 
 # Emulated Arm CPUs. CI runs models optimized here, on CPUs with neon and dotprod, with the package that users get.
 # test-aarch64 adds vectors, formats, kernels and some operators, and a CPU with i8mm.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _SEQUENCES = (1, 4, 16, 64, 256)
 _PROMPT = 256
+_FEWEST_TOKENS = 3  # all sequences decode together from the third step at the latest; timing it needs a fourth
 _STEP_MS, _SEQUENCE_MS = 0.3, 0.02
 _VOCABULARIES = (49_152, 151_936)  # of SmolLM2 and Qwen3
 _DRAWS = 200
@@ -46,7 +48,7 @@ _SAMPLED = {
 
 
 class _NullModel:
-    """A model that returns zeros, and notes when it is called."""
+    """A model that returns zeros, and notes when it is called. The first call waits for `all_submitted`."""
 
     vocabulary = 256
     context = 4096
@@ -54,9 +56,11 @@ class _NullModel:
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
         self.calls: list[tuple[float, int, int]] = []  # time, tokens and rows
+        self.all_submitted = threading.Event()
         self._logits = np.zeros((256, self.vocabulary), np.float32)
 
     def run(self, step: Step) -> NDArray[np.float32]:
+        self.all_submitted.wait()
         self.calls.append((time.perf_counter(), len(step.input_ids), len(step.logit_rows)))
         return self._logits[: len(step.logit_rows)]
 
@@ -77,6 +81,11 @@ def _tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def _request(index: int, tokens: int, text: bool) -> Request:
+    stop = ("a stop string", "\n\n") if text else ()
+    return Request((index, *range(_PROMPT - 1)), tokens, SamplingOptions(temperature=0), stop)
+
+
 def measure(sequences: int, tokens: int, text: bool) -> float:
     """Return the median milliseconds of a step in which a number of sequences decode."""
     model = _NullModel(sequences * (_PROMPT + tokens + 32) // 16)
@@ -85,13 +94,12 @@ def measure(sequences: int, tokens: int, text: bool) -> float:
         tokenizer=_tokenizer() if text else None,
         sampler=_NullSampler(),
         max_sequences=sequences,
-        max_step_tokens=max(sequences, 512),
+        max_step_tokens=sequences * _PROMPT,  # all prompts in two steps, so that all sequences decode together
     ) as engine:
-        streams = []
-        for index in range(sequences):
-            prompt = (index, *range(_PROMPT - 1))
-            stop = ("a stop string", "\n\n") if text else ()
-            streams.append(engine.submit(Request(prompt, tokens, SamplingOptions(temperature=0), stop)))
+        try:
+            streams = [engine.submit(_request(index, tokens, text)) for index in range(sequences)]
+        finally:
+            model.all_submitted.set()
         for stream in streams:
             for _ in stream:
                 pass
@@ -118,11 +126,13 @@ def measure_sampling(options: SamplingOptions, vocabulary: int) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=200, help="tokens of each answer")
+    parser.add_argument("--tokens", type=int, default=200, help=f"tokens of each answer, at least {_FEWEST_TOKENS}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--text", action="store_true", help="decode tokens to text")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
+    if options.tokens < _FEWEST_TOKENS:
+        parser.error(f"--tokens is {options.tokens}, expected at least {_FEWEST_TOKENS}")
     found = {
         sequences: min(measure(sequences, options.tokens, options.text) for _ in range(options.rounds))
         for sequences in _SEQUENCES

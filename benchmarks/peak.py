@@ -22,10 +22,16 @@ from ortolan import _native
 
 from .bare_kernels import required_kernels
 
-PRODUCTS = {"bf16": "MultiplyAdd", "int8": "DotInt8", "int4 g32": "DotNibbles", "int4 g128": "DotNibbles"}
+_VECTORS = {"bf16": "MultiplyAdd", "int8": "DotInt8", "int4 g32": "DotNibbles", "int4 g128": "DotNibbles"}
+_TILES = {"bf16": "TileDpBf16", "int8": "TileDpBssd", "int4 g32": "TileDpBssd", "int4 g128": "TileDpBssd"}
 _PEAK_ROUNDS = 200_000
 
 Run = Callable[[], object]
+
+
+def products_of(target: str) -> dict[str, str]:
+    """Return the name of a target's product for each kind of weight."""
+    return _TILES if target == "amx" else _VECTORS
 
 
 def kernels(m: int, k: int, n: int, target: str) -> dict[str, Run]:
@@ -65,11 +71,12 @@ def measure(m: int, k: int, n: int, rounds: int, target: str) -> list[tuple[str,
     """Return (kind of weight, peak, kernel's rate) with rates in 10^9 multiply-adds per second."""
     peak = required_kernels().peak
     products = kernels(m, k, n, target)
-    in_registers = {PRODUCTS[kind]: partial(peak, target, PRODUCTS[kind], _PEAK_ROUNDS) for kind in products}
+    names = products_of(target)
+    in_registers = {names[kind]: partial(peak, target, names[kind], _PEAK_ROUNDS) for kind in products}
     best = best_seconds({**in_registers, **products}, rounds)
     rows = []
     for kind in products:
-        product = PRODUCTS[kind]
+        product = names[kind]
         rows.append((kind, peak(target, product, _PEAK_ROUNDS) / best[product] / 1e9, m * k * n / best[kind] / 1e9))
     return rows
 

@@ -24,6 +24,7 @@ from typing import Literal
 from ..engine import DraftModel, Engine, Request, SamplingOptions
 from ..engine.model import PagedModel
 from ..engine.step import BLOCK_TOKENS
+from ..errors import OrtolanError
 from ..models.tokenizer import load_tokenizer
 from .result import versions_line
 
@@ -159,7 +160,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     sizes = options.requests, options.tokens, options.rounds, options.threads, options.draft_model
-    rows = measure(options.folder, options.texts, *sizes)
+    try:
+        rows = measure(options.folder, options.texts, *sizes)
+    except OrtolanError as error:
+        parser.error(str(error))
     if options.json:
         print(json.dumps([asdict(row) for row in rows]))
     else:

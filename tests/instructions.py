@@ -21,6 +21,7 @@ AMX_KERNELS, AMX_EMULATOR = _testing.AMX_VECTORS, "avx2"
 _EMULATED = {"amx": AMX_KERNELS, "avxvnni": AMX_EMULATOR}
 # AMX kernels that tests run in the emulator, and the file of tests/amx that runs each. Other AMX kernels are untested.
 AMX_ROWS = {
+    "k_quant amx": "test_k_quants.py",
     "nomad_attention amx/16 in tiles": "attention_in_tiles.py",
     "sparse_amx_matmul amx": "test_sparse_amx_matmul.py",
     "sparse_amx_matmul_int8 amx": "test_sparse_amx_matmul_int8.py",

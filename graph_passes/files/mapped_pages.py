@@ -3,7 +3,8 @@
 ONNX Runtime maps the weights of a large model, and a run touches all of them. The system reclaims such pages only under
 memory pressure. Until then they count as resident memory, for both of the compared models. So a thread checks every few
 milliseconds how many file pages are resident. Above a limit, it asks the system to reclaim the pages of the model
-files. This is always safe: the system reads pages again when they are needed.
+files. This is always safe: the system reads pages again when they are needed. The limit exceeds the largest matrix: a
+product of few rows reads a few columns in all rows of weights, then the next columns of the same pages.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_LIMIT = 192 << 20  # limit for resident file pages, in bytes, beyond those resident at the start (libraries)
+_LIMIT = 192 << 20  # bytes of file pages beyond the largest tensor and those resident at the start (libraries)
 _SECONDS = 0.005
 _MADV_PAGEOUT = 21
 _STATM, _MAPS = Path("/proc/self/statm"), Path("/proc/self/maps")
@@ -24,8 +25,10 @@ _MAPPING = re.compile(rb"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+ +(/.*)")
 
 
 @contextmanager
-def bounded_pages(files: Collection[Path], folder: Path) -> Iterator[None]:
+def bounded_pages(files: Collection[Path], folder: Path, largest: int) -> Iterator[None]:
     """While the with statement runs, release resident pages of these files and of the files in the folder.
+
+    largest: Bytes of the largest tensor.
 
     Do nothing if there are no files, or on systems other than Linux.
     """
@@ -33,7 +36,7 @@ def bounded_pages(files: Collection[Path], folder: Path) -> Iterator[None]:
         yield
         return
     names, inside, done = {str(file) for file in files}, f"{folder.resolve()}/", threading.Event()
-    limit = _resident_pages() * mmap.PAGESIZE + _LIMIT
+    limit = _resident_pages() * mmap.PAGESIZE + largest + _LIMIT
     thread = threading.Thread(target=_watch, args=(names, inside, limit, done), daemon=True)
     thread.start()
     try:

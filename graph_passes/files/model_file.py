@@ -57,6 +57,11 @@ class ModelFile:
         return sum(os.path.getsize(file) for file in (self.path, *self.data_files))
 
     @property
+    def largest(self) -> int:
+        """Bytes of the largest tensor in other files."""
+        return max((tensor.nbytes for tensor in external_tensors(self.model)), default=0)
+
+    @property
     def is_large(self) -> bool:
         """True if the weights should stay in their file."""
         return self.size > LARGE_MODEL

@@ -40,8 +40,9 @@ from .feeds import (
 )
 from .fits import Fits
 from .input_dimensions import InputDimensions
+from .machine import free_memory
 from .recorder import InputRecorder, OnRun, Recorded
-from .sampling import sampled_feeds, start_token
+from .sampling import BEYOND_MEMORY, LARGE, USUAL, sampled_feeds, start_token
 from .sessions import open_quietly, open_to_time, run_session
 
 _SECONDS_TO_TRY = 20.0  # time limit for trying shapes of synthetic inputs
@@ -117,7 +118,8 @@ class Evidence:
         """
         if self._feeds is None:
             source, session = self.source, session or self.open_original()
-            self._feeds = sampled_feeds(source.model, session, start_token(source.path), source.is_large)
+            size = BEYOND_MEMORY if source.size > free_memory() else LARGE if source.is_large else USUAL
+            self._feeds = sampled_feeds(source.model, session, start_token(source.path), size)
             self.sampled = bool(self._feeds)
             if self.sampled:
                 tokens = sum(one["input_ids"].size for one in self._feeds)

@@ -16,8 +16,10 @@ import onnx_ir as ir
 
 from .feeds import Feeds, has_past, model_inputs, prompt_feeds
 
-_SEQUENCES, _TOKENS = 2, 64
-_TOKENS_OF_LARGE = 32  # number of tokens for models that read gigabytes of weights per step
+# Sequences and tokens of each. Every token of a sequence is a run of the model.
+USUAL = (2, 64)
+LARGE = (2, 32)  # for models that read gigabytes of weights a run
+BEYOND_MEMORY = (8, 8)  # for models whose weights are read from disk again in every run
 _PLAIN = {"input_ids", "attention_mask", "position_ids"}
 _PAST, _PRESENT = "past_key_values", "present"
 # The start token of SentencePiece vocabularies. In BPE vocabularies, the id is an ordinary token.
@@ -25,7 +27,7 @@ _DEFAULT_START = 1
 _CONFIGS = ("generation_config.json", "config.json", "genai_config.json")
 
 
-def sampled_feeds(model: ir.Model, session: Any, start: int, large: bool = False) -> list[Feeds]:
+def sampled_feeds(model: ir.Model, session: Any, start: int, size: tuple[int, int] = USUAL) -> list[Feeds]:
     """Sample sequences token by token, at temperature 1 and from a fixed seed, and return them as feeds.
 
     The first feed holds all sequences; the second feed, the beginning of the first sequence; the third feed, the last
@@ -35,7 +37,7 @@ def sampled_feeds(model: ir.Model, session: Any, start: int, large: bool = False
         model: The original model.
         session: A session on the model.
         start: The first token of each sequence.
-        large: Sample fewer tokens, because each step takes long.
+        size: Number of sequences, if the model does not fix it, and tokens of each, at least 4.
 
     Returns:
         The feeds; an empty list if the model is not a decoder with `logits` and a growing KV cache, or does not run.
@@ -48,8 +50,8 @@ def sampled_feeds(model: ir.Model, session: Any, start: int, large: bool = False
     shape = inputs["input_ids"].shape if "input_ids" in inputs else None
     if shape is None or len(shape) != 2:
         return []
-    rows = shape[0] if isinstance(shape[0], int) else _SEQUENCES
-    tokens = _TOKENS_OF_LARGE if large else _TOKENS
+    sequences, tokens = size
+    rows = shape[0] if isinstance(shape[0], int) else sequences
     rng = np.random.default_rng(0)
     ids = np.full((rows, 1), start)
     found: list[Feeds] = []
@@ -65,7 +67,7 @@ def sampled_feeds(model: ir.Model, session: Any, start: int, large: bool = False
             chosen = (logits + rng.gumbel(size=logits.shape)).argmax(axis=1)  # a sample of softmax(logits)
             ids = np.concatenate([ids, chosen[:, None]], axis=1)
             feeds = _next_feeds(ids, feeds) | {past: answers[present] for past, present in caches.items()}
-        parts = [ids, ids[: 1 if isinstance(shape[0], ir.SymbolicDim) else rows, : tokens // 8 - 1]]
+        parts = [ids, ids[: 1 if isinstance(shape[0], ir.SymbolicDim) else rows, : max(3, tokens // 8 - 1)]]
         whole = [prompt_feeds(part, model) for part in parts]
         for one in whole:
             session.run(["logits"], one)

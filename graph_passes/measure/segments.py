@@ -29,7 +29,10 @@ _EMBEDDED = 1024  # smaller tensors (bytes) stay in the model file, where shape 
 
 
 class Segments:
-    """The inputs of layers, in graph order. Use the object in a with statement, because it keeps files in `folder`."""
+    """The inputs of layers, in graph order, and then outputs of the model.
+
+    Use the object in a with statement, because it keeps files in `folder`.
+    """
 
     def __init__(
         self,
@@ -38,8 +41,12 @@ class Segments:
         feeds: Sequence[Feeds],
         folder: Path,
         open_model: Callable[[Path], Any] = open_quietly,
+        outputs: Sequence[ir.Value] = (),
     ) -> None:
-        """Plan the pieces. Layers in subgraphs are left out, because their inputs cannot become outputs of a piece."""
+        """Plan the pieces. Layers in subgraphs are left out, because their inputs cannot become outputs of a piece.
+
+        outputs: The outputs that `answers` returns.
+        """
         self._model, self._feeds, self._folder, self._open = model, feeds, folder, open_model
         order = {node: index for index, node in enumerate(model.graph)}
         first: dict[ir.Value, ir.Node] = {}  # the first consumer of each wanted value
@@ -52,6 +59,7 @@ class Segments:
             elif node in order and produced_here:
                 first.setdefault(linear.x, node)
         self._stages = sorted(first.items(), key=lambda stage: order[stage[1]])
+        self._outputs = list(outputs)
         self._constant = _constant_values(model.graph)
         self._stored: dict[ir.Value, int] = {}  # maps stored values to the numbers of their files
 
@@ -81,26 +89,35 @@ class Segments:
             # The caller may have added and removed nodes, but must keep the consumers of the wanted values.
             order = {one: index for index, one in enumerate(nodes)}
             begin = 0 if previous is None else order[previous]
-            later = [value for value, _ in self._stages[number + 1 :]]
-            self._run_piece(nodes, order, begin, order[node], x, later, take)
+            later = [*(value for value, _ in self._stages[number + 1 :]), *self._outputs]
+            _, crossing = self._needed(later, order, order[node])
+            if later:  # the caller may change a layer so that it reads x instead of a rounded copy
+                crossing = list(dict.fromkeys([x, *crossing]))
+            for (found,) in self._run_piece(nodes, order, begin, [x], crossing):
+                take(x, found)
             previous = node
             yield x
+
+    def answers(self) -> Iterator[list[np.ndarray]]:
+        """Yield the outputs for each feed, after `run` has ended."""
+        nodes = list(self._model.graph)
+        order = {one: index for index, one in enumerate(nodes)}
+        begin = order[self._stages[-1][1]] if self._stages else 0
+        yield from self._run_piece(nodes, order, begin, self._outputs, [])
 
     def _run_piece(
         self,
         nodes: Sequence[ir.Node],
         order: dict[ir.Node, int],
         begin: int,
-        end: int,
-        x: ir.Value,
-        later: Sequence[ir.Value],
-        take: Callable[[ir.Value, np.ndarray], None],
-    ) -> None:
-        """Run the nodes from `begin` to before `end`, and store the values that later pieces need."""
-        _, crossing = self._needed(later, order, end)
-        if later:  # the caller may change a layer so that it reads x instead of a rounded copy
-            crossing = list(dict.fromkeys([x, *crossing]))
-        made = [value for value in {x: None, **dict.fromkeys(crossing)} if self._is_made(value)]
+        wanted: Sequence[ir.Value],
+        crossing: Sequence[ir.Value],
+    ) -> Iterator[list[np.ndarray]]:
+        """Run the nodes from `begin` on, and yield the wanted values for each feed.
+
+        crossing: The values that later pieces need; only these stay stored.
+        """
+        made = [value for value in dict.fromkeys([*wanted, *crossing]) if self._is_made(value)]
         needed, inputs = self._needed(made, order, begin)
         piece = [nodes[index] for index in sorted(needed)]
         session = None
@@ -119,9 +136,7 @@ class Segments:
                         f"the model does not run on calibration feeds {number + 1}: {one_line(error)}; check their "
                         "shapes and types"
                     ) from error
-            found = arrays[x] if x in arrays else self._load(x, number, feeds)
-            assert found is not None
-            take(x, found)
+            yield [arrays[value] if value in arrays else self._known(value, number, feeds) for value in wanted]
             for value in crossing:
                 if value in arrays:
                     self._store(value, number, arrays[value])
@@ -187,6 +202,14 @@ class Segments:
         except OSError as error:
             raise OutputError(f"cannot write {str(path)!r}: {error.strerror}") from error
         return self._open(path)
+
+    def _known(self, value: ir.Value, number: int, feeds: Feeds) -> np.ndarray:
+        """Return a value that no node of the piece computes."""
+        array = self._load(value, number, feeds)
+        if array is None:
+            assert value.const_value is not None
+            array = value.const_value.numpy()
+        return array
 
     def _load(self, value: ir.Value, number: int, feeds: Feeds) -> np.ndarray | None:
         """Return a stored value or an input; None for a graph input that keeps its default."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import mmap
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from itertools import count
@@ -247,4 +247,9 @@ def run_session(session: Any, feeds: Feeds, who: str, error_type: type[Exception
         answers = session.run(None, feeds)
     except Exception as error:  # ONNX Runtime's exceptions share no base class
         raise error_type(f"{who} does not run on the feeds: {one_line(error)}; nothing was saved") from error
+    return only_numbers(answers)
+
+
+def only_numbers(answers: Sequence[Any]) -> Outputs:
+    """Return the answers of a session, with None for strings, sequences and maps."""
     return [answer if isinstance(answer, np.ndarray) and answer.dtype.kind in "fiub" else None for answer in answers]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ml_dtypes import bfloat16
 
 from ortolan.errors import VerificationError, one_line
 from ortolan.progress import Stage
@@ -88,6 +87,9 @@ def _cosine(expected: np.ndarray, found: np.ndarray) -> float:
 def _effect_of_rounding(decoder: Any, feeds: Feeds, expected: np.ndarray) -> float:
     """Return 1 - cosine of the decoder's logits if its cache is rounded to bfloat16 between calls.
 
+    Values are rounded up or down at random. Attention with bf16 products rounds to the nearest value itself, so
+    rounding the cache to the nearest value would change nothing there.
+
     Args:
         decoder: A session. With inputs besides tokens, mask, positions and cache, the effect is unknown: 0.
         feeds: A text for one call, with an empty cache.
@@ -98,6 +100,7 @@ def _effect_of_rounding(decoder: Any, feeds: Feeds, expected: np.ndarray) -> flo
     names = [output.name for output in decoder.get_outputs()]
     given, found = dict(feeds), []
     ends = np.linspace(0, len(expected), min(_CALLS, len(expected)) + 1).astype(int).tolist()
+    draw = np.random.default_rng(0)
     for begin, end in pairwise(ends):
         # attention_mask also covers past tokens.
         parts = {_IDS: slice(begin, end), _POSITIONS: slice(begin, end), _MASK: slice(end)}
@@ -109,9 +112,17 @@ def _effect_of_rounding(decoder: Any, feeds: Feeds, expected: np.ndarray) -> flo
         for name, value in outputs.items():
             past = name.replace(_PRESENT, _PAST, 1)
             if past in feeds and value is not None:
-                given[past] = value.astype(bfloat16).astype(value.dtype)
+                given[past] = _rounded_at_random(value, draw)
     effect = 1 - _cosine(expected, np.concatenate(found))
     return effect if np.isfinite(effect) else 0.0
+
+
+def _rounded_at_random(values: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+    """Return finite values rounded to a neighbour in bfloat16, the closer one with the higher probability."""
+    bits = values.astype(np.float32).view(np.uint32)
+    rounded = (bits + draw.integers(0, 1 << 16, values.shape, np.uint32)) & np.uint32(0xFFFF0000)
+    found: np.ndarray = rounded.view(np.float32).astype(values.dtype)
+    return found
 
 
 class _Pools:

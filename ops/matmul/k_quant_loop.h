@@ -16,6 +16,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #include "matmul/weights/few_bits.h"
 
@@ -34,7 +35,8 @@ static_assert(kStepInputs * kStepsOfSpan == kSpanInputs);
 //     terms   i32 [steps][r]      without minimums: the initial sum of a step, -zero_point x (its sum of q); as two
 //                                 words, for inputs 0 and 1 and inputs 2 and 3 of the quads, if steps are summed in
 //                                 words
-//             i32 [steps / 2][r]  with minimums: the sums of q of two steps, as two words
+//             i32 [spans][r]      with minimums: the sums of q of the two steps of a span, as two words; if
+//                                 PairsMinimums, i32 [spans / 2][r]: the sums of q of two spans
 template <typename Simd>
 struct KQuantRows {
   static constexpr bool kWords = Simd::kMultipliesPairs;
@@ -46,7 +48,14 @@ struct KQuantRows {
     return padded_k + (4 * (groups + padded_k / kStepInputs) + 63) / 64 * 64;
   }
 
-  static void Pack(const MatMulWeight& weight, const float* x, int64_t x_row_bytes, int64_t m, void* packed);
+  // Pack rows of x in blocks of row_block.
+  static void PackBlocks(const MatMulWeight& weight, const float* x, int64_t x_row_bytes, int64_t m, int64_t row_block,
+                         void* packed);
+
+  // Return whether one product of pairs of words takes the minimums of two subgroups of 32.
+  static bool PairsMinimums(const GroupWeight& w) {
+    return w.view.subgroups.size == kSpanInputs && w.view.group > kSpanInputs;
+  }
 
   static int32_t Words(int32_t low, int32_t high) {
     return static_cast<int32_t>((static_cast<uint32_t>(low) & 0xffff) | static_cast<uint32_t>(high) << 16);
@@ -67,40 +76,45 @@ class KQuantStream {
         // The second step of a span has its own subgroup, or continues the subgroup of the first.
         step_bytes_(w.view.subgroups.size == kStepInputs ? kPanelColumns : 0),
         span_bytes_(kPanelColumns * kSpanInputs / w.view.subgroups.size),
+        second_minimums_(KQuantRows<Simd>::PairsMinimums(w) ? kPanelColumns : step_bytes_),
         ahead_(ahead.int4) {}
 
   // Call row(index, q) for the rows 0 … 7 of the next span, q as bytes, and step(index) after each four.
-  template <typename Row, typename Step>
+  template <bool kPrefetch, typename Row, typename Step>
   __attribute__((always_inline)) void Span(const Row& row, const Step& step) {
-    if (scales_ != nullptr) __builtin_prefetch(scales_ + ahead_ / 8);
+    if (kPrefetch && scales_ != nullptr) __builtin_prefetch(scales_ + ahead_ / 8);
 #pragma GCC unroll 8
     for (int r = 0; r < kStepsOfSpan * kStepRows; ++r) {
-      row(r, rows_.template NextStored<true>(r));
+      row(r, rows_.template NextStored<kPrefetch>(r));
       if (r % kStepRows == kStepRows - 1) step(r / kStepRows);
     }
     if (scales_ != nullptr) scales_ += span_bytes_;
     if (minimums_ != nullptr) minimums_ += span_bytes_;
   }
 
+  // Return whether the two steps of a span have factors of their own.
+  bool HasTwoFactors() const { return step_bytes_ != 0; }
   // s of step 0 or 1 of the span, as the factor of the sums of a step.
-  __attribute__((always_inline)) Ints Factors(int step) const {
-    return Columns::template Of<Ints>([&](int i) {
-      if (scales_ == nullptr) return Simd::SetInt(kTwice ? 0x00010001 : 1);
-      const auto bytes = Simd::LoadUint8(scales_ + step * step_bytes_ + i * Simd::kLanes);
-      const auto high = Simd::template ShiftLeftInt<24>(bytes);
-      if constexpr (!kTwice && !kDotsPairs) return Simd::template ShiftRightSigned<24>(high);
-      const auto word = Simd::AndInt(Simd::template ShiftRightSigned<24>(high), Simd::SetInt(0xffff));
-      if constexpr (!kTwice) return word;
-      return Simd::OrInt(word, Simd::template ShiftLeftInt<16>(word));
-    });
-  }
-  // t of the two steps of the span, as two words.
+  __attribute__((always_inline)) Ints Factors(int step) const { return StepScales<kTwice, kDotsPairs>(step); }
+  // s of step 0 or 1 of the span, twice as words.
+  __attribute__((always_inline)) Ints PairsOfScales(int step) const { return StepScales<true, true>(step); }
+  // t of the two steps of the span, or of this span and the next, as two words.
   __attribute__((always_inline)) Ints Minimums() const {
     return Columns::template Of<Ints>([&](int i) {
       if (minimums_ == nullptr) return Simd::SetInt(0x00010001);
       const uint8_t* from = minimums_ + i * Simd::kLanes;
-      return Simd::OrInt(Simd::LoadUint8(from), Simd::template ShiftLeftInt<16>(Simd::LoadUint8(from + step_bytes_)));
+      return Simd::OrInt(Simd::LoadUint8(from),
+                         Simd::template ShiftLeftInt<16>(Simd::LoadUint8(from + second_minimums_)));
     });
+  }
+
+  // Prefetch some of the next weights (FewBitsStream).
+  __attribute__((always_inline)) void PrefetchNext(int64_t from, int64_t share) const {
+    rows_.PrefetchNext(from, share);
+    constexpr int64_t kSpanBytes = kPanelColumns * kSpanInputs / 2;
+    const int64_t first = from * span_bytes_ / kSpanBytes, bytes = share * span_bytes_ / kSpanBytes;
+    if (scales_ != nullptr) PrefetchForLater(scales_ + first, bytes);
+    if (minimums_ != nullptr) PrefetchForLater(minimums_ + first, bytes);
   }
 
   // Factors are words: twice each for sums in words, or once and zero for sums that fit a word.
@@ -108,6 +122,19 @@ class KQuantStream {
   static constexpr bool kDotsPairs = kTwice || kBits == 4;  // 16 x 127 x 15 fits
 
  private:
+  // s of step 0 or 1: as int32, as a word and zero (kWord), or as two words (kPair).
+  template <bool kPair, bool kWord>
+  __attribute__((always_inline)) Ints StepScales(int step) const {
+    return Columns::template Of<Ints>([&](int i) {
+      if (scales_ == nullptr) return Simd::SetInt(kPair ? 0x00010001 : 1);
+      const auto scales = Simd::LoadSignedBytes(scales_ + step * step_bytes_ + i * Simd::kLanes);
+      if constexpr (!kPair && !kWord) return scales;
+      const auto word = Simd::AndInt(scales, Simd::SetInt(0xffff));
+      if constexpr (!kPair) return word;
+      return Simd::OrInt(word, Simd::template ShiftLeftInt<16>(word));
+    });
+  }
+
   static const uint8_t* OfPanel(const GroupWeight& w, const uint8_t* rows, int64_t panel) {
     return rows == nullptr ? nullptr : rows + panel * w.view.subgroups.Rows(w.k) * kPanelColumns;
   }
@@ -117,6 +144,7 @@ class KQuantStream {
   const uint8_t* minimums_;
   int64_t step_bytes_;
   int64_t span_bytes_;
+  int64_t second_minimums_;
   int64_t ahead_;
 };
 
@@ -126,42 +154,15 @@ class KQuantLoop {
   using Ints = typename Columns::Ints;
   using Floats = typename Columns::Floats;
   static constexpr bool kWords = KQuantRows<Simd>::kWords;
-  static constexpr int64_t kTogether = kQuantizedTogether<Simd>;
+  static_assert(kQuantizedTogether<Simd> == kStepInputs);
+  static constexpr bool kWide = Columns::kRegisters == 1;
 
  public:
-  static constexpr int kBlock = Simd::kRegisters == 32 ? 8 : 4;
-
-  static void Multiply(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-    const GroupWeight& w = WeightOf<GroupWeight>(args);
-    const auto run = [&]<int kBits>() {
-      const Shape shape(w);
-      for (int64_t row = 0; row < args.m; row += kMostRows) {
-        const MatMulArgs part = RowsOf(args, row, kMostRows, shape.row_bytes);
-        for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-          const Panel p(shape, part, panel);
-          const KQuantStream<Simd, kBits> stream(w, panel, ActiveTuning().ahead);
-          if (part.m > kFewRows) {
-            Rows<kBits>(p, stream);
-          } else {
-            WithRowCount<kFewRows>(part.m, [&]<int kRows>() { FewRows<kBits, kRows>(p, stream); });
-          }
-        }
-      }
-    };
-    if (w.view.subgroups.bits == 4) return run.template operator()<4>();
-    if (w.view.subgroups.bits == 5) return run.template operator()<5>();
-    run.template operator()<6>();
-  }
-
- private:
-  // Rows of x whose totals are kept on the stack; for more rows, the weights are expanded again.
-  static constexpr int64_t kMostRows = 256;
-  static_assert(kMostRows % kBlock == 0);
-  // Rows of x for which expanded weights stay in registers.
-  static constexpr int kFewRows = 4;
-  static_assert(kFewRows <= kBlock);
-  // Spans that are expanded at once: whole groups.
-  static constexpr int kWindowSpans = 256 / kSpanInputs;
+  // If a panel takes one register, three panels share each repeated quad of x.
+  static constexpr int kPanelsTogether = kWide ? 3 : 1;
+  static constexpr int kBlock = Simd::kRegisters == 32 && !kWide ? 8 : 4;
+  static constexpr int64_t kRowBlock = kBlock;
+  static constexpr int64_t kSpeed = 1;
 
   struct Shape {
     explicit Shape(const GroupWeight& w)
@@ -172,7 +173,13 @@ class KQuantLoop {
           group_spans(w.view.group / kSpanInputs),
           // The last tile may end with spans that have no group; their x is zero.
           spans(padded_k / kSpanInputs < groups * group_spans ? padded_k / kSpanInputs : groups * group_spans),
-          minimums(w.view.minimums != nullptr) {}
+          minimums(w.view.minimums != nullptr),
+          minimum_shift(KQuantRows<Simd>::PairsMinimums(w) ? 1 : 0) {}
+
+    // Return the index of the minimums of a span.
+    int64_t MinimumOf(int64_t span) const { return span >> minimum_shift; }
+    // Return whether the span is the first one with its minimums.
+    bool StartsMinimum(int64_t span) const { return minimums && MinimumOf(span) << minimum_shift == span; }
 
     const GroupWeight& weight;
     int64_t row_bytes;
@@ -181,6 +188,7 @@ class KQuantLoop {
     int64_t group_spans;
     int64_t spans;
     bool minimums;
+    int minimum_shift;  // log2 of the spans whose minimums are multiplied at once
   };
 
   // The rows of x in a block, from its first row.
@@ -212,12 +220,44 @@ class KQuantLoop {
     PanelOutput<Simd> output;
   };
 
-  // The quad of row r of a block of kRows rows that belongs to row `row` of the weights of a step.
-  template <int kRows>
-  static const int8_t* Quad(const int8_t* step_x, int row, int r) {
-    const int64_t first = 4 * row;
-    return step_x + first / kTogether * kTogether * kRows + kTogether * r + first % kTogether;
+  static void Pack(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
+    KQuantRows<Simd>::PackBlocks(w, x, x_row_bytes, m, kBlock, packed);
   }
+
+  static void Multiply(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+    const GroupWeight& w = WeightOf<GroupWeight>(args);
+    const auto run = [&]<int kBits>() {
+      const Shape shape(w);
+      for (int64_t row = 0; row < args.m; row += kMostRows) {
+        const MatMulArgs part = RowsOf(args, row, kMostRows, shape.row_bytes);
+        int64_t panel = panel_begin;
+        if (part.m > kFewRows) {
+          for (; panel < panel_end; panel += kPanelsTogether) Rows<kBits>(shape, part, panel, panel_end);
+        }
+        for (; panel < panel_end; ++panel) {
+          const Panel p(shape, part, panel);
+          const KQuantStream<Simd, kBits> stream(w, panel, ActiveTuning().ahead);
+          WithRowCount<kFewRows>(part.m, [&]<int kRows>() { FewRows<kBits, kRows>(p, stream); });
+        }
+      }
+    };
+    if (w.view.subgroups.bits == 4) return run.template operator()<4>();
+    if (w.view.subgroups.bits == 5) return run.template operator()<5>();
+    run.template operator()<6>();
+  }
+
+ private:
+  // Rows of x whose totals are kept on the stack; for more rows, the weights are expanded again.
+  static constexpr int64_t kMostRows = 256;
+  static_assert(kMostRows % kBlock == 0);
+  // Rows of x for which expanded weights stay in registers.
+  static constexpr int kFewRows = 4;
+  static_assert(kFewRows <= kBlock);
+  // Spans that are expanded at once: whole groups.
+  static constexpr int kWindowSpans = 256 / kSpanInputs;
+
+  // The quad of row r that belongs to row `row` of the weights of a step.
+  static const int8_t* Quad(const int8_t* step_x, int row, int r) { return step_x + kStepInputs * r + 4 * row; }
 
   // Products of a row of weights, the initial sums of a step.
   static typename Simd::Int Products(typename Simd::Bytes weights, typename Simd::Bytes quad) {
@@ -244,6 +284,7 @@ class KQuantLoop {
     const Shape& shape = p.shape;
     const Block block = p.BlockAt(0, kRows);
     const int8_t* x = block.x;
+    const bool two_factors = stream.HasTwoFactors();
     Floats totals[kRows];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) totals[r] = Columns::Set(0.0f);
@@ -254,16 +295,17 @@ class KQuantLoop {
       for (int r = 0; r < kRows; ++r) sums[r] = minimums[r] = Columns::SetInt(0);
       const int64_t end = span + shape.group_spans < shape.spans ? span + shape.group_spans : shape.spans;
       for (; span < end; ++span, x += kSpanInputs * kRows) {
-        if (shape.minimums) {
+        if (shape.StartsMinimum(span)) {
           const Ints t = stream.Minimums();
 #pragma GCC unroll 4
           for (int r = 0; r < kRows; ++r) {
-            const auto of_x = Simd::SetInt(block.terms[span * kRows + r]);
+            const auto of_x = Simd::SetInt(block.terms[shape.MinimumOf(span) * kRows + r]);
             minimums[r] =
                 Columns::template Of<Ints>([&](int i) { return Simd::DotPair(minimums[r].at[i], t.at[i], of_x); });
           }
         }
-        stream.Span(
+        Ints factors = stream.Factors(0);
+        stream.template Span<true>(
             [&](int row, const auto& q) {
               const int64_t step = span * kStepsOfSpan + row / kStepRows;
 #pragma GCC unroll 4
@@ -272,13 +314,13 @@ class KQuantLoop {
                   step_sums[r] = Columns::SetInt(shape.minimums ? 0 : block.terms[step * kRows + r]);
                 }
                 const int8_t* const step_x = x + row / kStepRows * kStepInputs * kRows;
-                const auto quad = Simd::RepeatQuad(Quad<kRows>(step_x, row % kStepRows, r));
+                const auto quad = Simd::RepeatQuad(Quad(step_x, row % kStepRows, r));
                 step_sums[r] =
                     Columns::template Of<Ints>([&](int i) { return AddProducts(step_sums[r].at[i], q.at[i], quad); });
               }
             },
             [&](int step) {
-              const Ints factors = stream.Factors(step);
+              if (step > 0 && two_factors) factors = stream.Factors(step);
 #pragma GCC unroll 4
               for (int r = 0; r < kRows; ++r) {
                 sums[r] = Columns::template Of<Ints>(
@@ -306,75 +348,146 @@ class KQuantLoop {
     uint8_t rows[kWindowSpans * kStepsOfSpan * kStepRows][64];
     int32_t factors[kWindowSpans * kStepsOfSpan][kPanelColumns];
     int32_t minimums[kWindowSpans][kPanelColumns];
+    // [group][0]: scales; [group][1]: minimums.
+    float scales[kWindowSpans][2][kPanelColumns];
   };
 
   template <int kBits>
-  __attribute__((always_inline)) static void Expand(const Shape& shape, KQuantStream<Simd, kBits>& stream,
-                                                    int64_t spans, Window& window) {
+  static void Expand(const Panel& p, KQuantStream<Simd, kBits>& position, int64_t spans, int64_t first_group,
+                     Window& window) {
+    const Shape& shape = p.shape;
+    KQuantStream<Simd, kBits> stream = position;  // in registers: stores to the window cannot change it
+    for (int64_t group = 0; group * shape.group_spans < spans; ++group) {
+      Columns::Store(window.scales[group][0], p.scales.Of(first_group + group).scales);
+      if (shape.minimums) Columns::Store(window.scales[group][1], p.minimums.Of(first_group + group).scales);
+    }
     for (int64_t span = 0; span < spans; ++span) {
-      if (shape.minimums) Columns::StoreInt(window.minimums[span], stream.Minimums());
-      stream.Span(
+      if (shape.StartsMinimum(span)) {
+        Columns::StoreInt(window.minimums[shape.MinimumOf(span)], stream.Minimums());
+      }
+      stream.template Span<!kWide>(
           [&](int row, const auto& q) { Columns::StoreBytes(window.rows[span * kStepsOfSpan * kStepRows + row], q); },
           [&](int step) { Columns::StoreInt(window.factors[span * kStepsOfSpan + step], stream.Factors(step)); });
     }
+    position = stream;
   }
 
+  // The panels from `first` on, their weights, and the totals of the rows of x. If fewer are left, the last one is
+  // computed several times and stored once.
   template <int kBits>
-  static void Rows(const Panel& p, KQuantStream<Simd, kBits> stream) {
-    Window window;
-    alignas(64) float totals[kMostRows][kPanelColumns];
-    for (int64_t i = 0; i < p.args.m; ++i) Columns::Store(totals[i], Columns::Set(0.0f));
-    const int64_t window_groups = kWindowSpans / p.shape.group_spans;
+  struct Panels {
+    Panels(const Shape& shape, const MatMulArgs& args, int64_t first, int64_t end)
+        : Panels(shape, args, first, end, std::make_integer_sequence<int, kPanelsTogether>()) {}
+
+    int64_t count;  // distinct panels, 1 … kPanelsTogether
+    Panel at[kPanelsTogether];
+    KQuantStream<Simd, kBits> streams[kPanelsTogether];
+    Window windows[kPanelsTogether];
+    alignas(64) float totals[kMostRows][kPanelsTogether][kPanelColumns];
+
+    void StoreRows(int64_t first_row, int64_t rows) const {
+      for (int64_t i = first_row; i < first_row + rows; ++i) {
+        for (int64_t c = 0; c < count; ++c) at[c].output.StoreWithBias(i, Columns::Load(totals[i][c]));
+      }
+    }
+
+   private:
+    template <int... kIndex>
+    Panels(const Shape& shape, const MatMulArgs& args, int64_t first, int64_t end,
+           std::integer_sequence<int, kIndex...>)
+        : count(end - first < kPanelsTogether ? end - first : kPanelsTogether),
+          at{Panel(shape, args, first + (kIndex < count ? kIndex : count - 1))...},
+          streams{KQuantStream<Simd, kBits>(shape.weight, first + (kIndex < count ? kIndex : count - 1),
+                                            ActiveTuning().ahead)...} {}
+  };
+
+  template <int kBits>
+  static void Rows(const Shape& shape, const MatMulArgs& args, int64_t first_panel, int64_t panel_end) {
+    Panels<kBits> panels(shape, args, first_panel, panel_end);
+    for (int64_t i = 0; i < args.m; ++i) {
+      for (auto& total : panels.totals[i]) Columns::Store(total, Columns::Set(0.0f));
+    }
+    // Prefetch the scales of the next panels.
+    for (const Panel& p : panels.at) {
+      p.scales.Prefetch(kPanelsTogether * shape.groups, (kPanelsTogether + 1) * shape.groups);
+      if (shape.minimums) p.minimums.Prefetch(kPanelsTogether * shape.groups, (kPanelsTogether + 1) * shape.groups);
+    }
+    const int64_t window_groups = kWindowSpans / shape.group_spans;
     int64_t group = 0;  // of the window's first span
-    for (int64_t begin = 0; begin < p.shape.spans; begin += kWindowSpans, group += window_groups) {
-      const int64_t end = p.shape.spans - begin < kWindowSpans ? p.shape.spans : begin + kWindowSpans;
-      Expand<kBits>(p.shape, stream, end - begin, window);
+    for (int64_t begin = 0; begin < shape.spans; begin += kWindowSpans, group += window_groups) {
+      const int64_t end = shape.spans - begin < kWindowSpans ? shape.spans : begin + kWindowSpans;
+      for (int c = 0; c < kPanelsTogether; ++c) {
+        Expand<kBits>(panels.at[c], panels.streams[c], end - begin, group, panels.windows[c]);
+      }
       const auto add = [&]<int kSteps, bool kMinimums>() {
-        constexpr bool kPairs = KQuantStream<Simd, kBits>::kDotsPairs;
-        int64_t i = 0;
-        for (; i + kBlock <= p.args.m; i += kBlock) {
-          AddWindow<kPairs, kBlock, kSteps, kMinimums>(p, window, begin, end, group, i, totals[i]);
+        for (int64_t i = 0; i < args.m; i += kBlock) {
+          const int64_t rows = args.m - i < kBlock ? args.m - i : kBlock;
+          if constexpr (kWide) PrefetchNextWindow(panels, end, i, rows);
+          WithRowCount<kBlock>(
+              rows, [&]<int kRows>() { AddWindow<kBits, kRows, kSteps, kMinimums>(panels, begin, end, group, i); });
+          // Store at once: stores of many rows of y together would wait for their cache lines.
+          if (end == shape.spans) panels.StoreRows(i, rows);
         }
-        WithRowCount<kBlock - 1>(p.args.m - i, [&]<int kRows>() {
-          AddWindow<kPairs, kRows, kSteps, kMinimums>(p, window, begin, end, group, i, totals[i]);
-        });
       };
-      if constexpr (kWords && kBits == 4) {
-        if (p.shape.minimums && p.shape.weight.view.subgroups.size == kSpanInputs) {
-          add.template operator()<kStepsOfSpan, true>();
+      // Sum both steps of a subgroup of 32 before multiplying with s, if the sums fit: words hold those of 4 bits with
+      // minimums, 32 bits hold all, unless they are multiplied as words (kDotsPairs).
+      if constexpr (kWords ? kBits == 4 : !KQuantStream<Simd, kBits>::kDotsPairs) {
+        if (shape.weight.view.subgroups.size == kSpanInputs && (shape.minimums || !kWords)) {
+          shape.minimums ? add.template operator()<kStepsOfSpan, true>()
+                         : add.template operator()<kStepsOfSpan, kWords>();
           continue;
         }
       }
-      p.shape.minimums ? add.template operator()<1, true>() : add.template operator()<1, false>();
+      shape.minimums ? add.template operator()<1, true>() : add.template operator()<1, false>();
     }
-    for (int64_t i = 0; i < p.args.m; ++i) p.output.StoreWithBias(i, Columns::Load(totals[i]));
   }
 
-  // Registers of columns whose sums are computed together. On targets with 16 registers, sums of steps stay in them;
-  // two registers of words share each repeated quad of x.
-  static constexpr int kTogetherColumns = kWords && Columns::kRegisters == 2 ? 2 : 1;
+  // Prefetch a share of the next weights while a block of rows is multiplied: of the window at span `begin`, or after
+  // the last window of the first window of the next panels.
+  template <int kBits>
+  __attribute__((always_inline)) static void PrefetchNextWindow(const Panels<kBits>& panels, int64_t begin, int64_t i,
+                                                                int64_t rows) {
+    // Bytes of a window's low nibbles.
+    constexpr int64_t kWindowBytes = kWindowSpans * kSpanInputs * kPanelColumns / 2;
+    const Shape& shape = panels.at[0].shape;
+    const int64_t m = panels.at[0].args.m;
+    const int64_t from = kWindowBytes * i / m / kLineBytes * kLineBytes;
+    const int64_t until = kWindowBytes * (i + rows) / m / kLineBytes * kLineBytes;
+    const int64_t ahead = begin < shape.spans ? 0 : (kPanelsTogether - 1) * shape.padded_k * kPanelColumns / 2;
+    for (const auto& stream : panels.streams) stream.PrefetchNext(ahead + from, until - from);
+  }
+
+  // Registers of columns that share each repeated quad of x: one of each panel, two of words, or one. With 16
+  // registers, more sums of 32 bits would be spilled.
+  static constexpr int kColumns = kWide ? kPanelsTogether : kWords && Columns::kRegisters == 2 ? 2 : 1;
   template <int kRows>
-  using RowSums = typename Simd::Int[kRows][kTogetherColumns];
+  using RowSums = typename Simd::Int[kRows][kColumns];
 
   // Call each(r, c) for all rows and registers of columns.
   template <int kRows, typename Each>
   __attribute__((always_inline)) static void ForSums(const Each& each) {
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-      for (int c = 0; c < kTogetherColumns; ++c) each(r, c);
+#pragma GCC unroll 4
+      for (int c = 0; c < kColumns; ++c) each(r, c);
     }
   }
 
+  // The panel and the first column of register c of the kColumns registers from register j on.
+  struct Register {
+    Register(int j, int c) : panel(kWide ? c : 0), column(kWide ? 0 : (j + c) * Simd::kLanes) {}
+    int panel;
+    int64_t column;
+  };
+
   // Add the products of spans begin … end-1 with rows i … i+kRows-1 to their totals. kSteps: steps with the same s that
   // are summed before they are multiplied with it.
-  template <bool kPairs, int kRows, int kSteps, bool kMinimums>
-  __attribute__((noinline)) static void AddWindow(const Panel& p, const Window& window, int64_t begin, int64_t end,
-                                                  int64_t first_group, int64_t i, float* totals) {
-    const Shape& shape = p.shape;
-    const Block block = p.BlockAt(i, kRows);
-    for (int j = 0; j < Columns::kRegisters; j += kTogetherColumns) {
-      const int64_t column = j * Simd::kLanes;
+  template <int kBits, int kRows, int kSteps, bool kMinimums>
+  __attribute__((noinline)) static void AddWindow(Panels<kBits>& panels, int64_t begin, int64_t end,
+                                                  int64_t first_group, int64_t i) {
+    const Shape& shape = panels.at[0].shape;
+    const Block block = panels.at[0].BlockAt(i, kRows);
+    for (int j = 0; j < Columns::kRegisters; j += kColumns) {
       const int8_t* x = block.x + begin * kSpanInputs * kRows;
       int64_t group = first_group;
       for (int64_t span = begin; span < end; ++group) {
@@ -385,80 +498,95 @@ class KQuantLoop {
         for (; span < group_end; ++span, x += kSpanInputs * kRows) {
 #pragma GCC unroll 2
           for (int step = 0; step < kStepsOfSpan; step += kSteps) {
-            AddSteps<kPairs, kRows, kSteps, kMinimums>(sums, window, block, x + step * kStepInputs * kRows,
-                                                       (span - begin) * kStepsOfSpan + step, span * kStepsOfSpan + step,
-                                                       column);
+            AddSteps<kRows, kSteps, kMinimums>(panels, sums, block, x + step * kStepInputs * kRows,
+                                               (span - begin) * kStepsOfSpan + step, span * kStepsOfSpan + step, j);
           }
         }
         if constexpr (kMinimums) {
-          for (int64_t at = first; at < group_end; ++at) {
+          const int64_t window_first = shape.MinimumOf(begin);
+          for (int64_t at = shape.MinimumOf(first); at < shape.MinimumOf(group_end); ++at) {
             ForSums<kRows>([&](int r, int c) {
-              const auto t = Simd::LoadInt(window.minimums[at - begin] + column + c * Simd::kLanes);
+              const Register of(j, c);
+              const auto t = Simd::LoadInt(panels.windows[of.panel].minimums[at - window_first] + of.column);
               minimums[r][c] = Simd::DotPair(minimums[r][c], t, Simd::SetInt(block.terms[at * kRows + r]));
             });
           }
         }
-        EndGroup<kRows, kMinimums>(p, block, sums, minimums, group, j, totals + column);
+        EndGroup<kRows, kMinimums>(panels, block, sums, minimums, group, first_group, j, i);
       }
     }
   }
 
-  template <bool kPairs, int kRows, int kSteps, bool kMinimums>
-  __attribute__((always_inline)) static void AddSteps(RowSums<kRows>& sums, const Window& window, const Block& block,
-                                                      const int8_t* x, int64_t window_step, int64_t step,
-                                                      int64_t column) {
+  template <int kRows, int kSteps, bool kMinimums, int kBits>
+  __attribute__((always_inline)) static void AddSteps(const Panels<kBits>& panels, RowSums<kRows>& sums,
+                                                      const Block& block, const int8_t* x, int64_t window_step,
+                                                      int64_t step, int j) {
+    constexpr bool kPairs = KQuantStream<Simd, kBits>::kDotsPairs;
     RowSums<kRows> step_sums;
     if constexpr (!kMinimums) {
-      ForSums<kRows>([&](int r, int c) { step_sums[r][c] = Simd::SetInt(block.terms[step * kRows + r]); });
+      ForSums<kRows>([&](int r, int c) {
+        const int32_t* const terms = block.terms + step * kRows + r;
+        step_sums[r][c] = Simd::SetInt(terms[0]);
+        if constexpr (kSteps > 1) step_sums[r][c] = Simd::AddInt(step_sums[r][c], Simd::SetInt(terms[kRows]));
+      });
     }
 #pragma GCC unroll 8
     for (int row = 0; row < kSteps * kStepRows; ++row) {
       const int8_t* const step_x = x + row / kStepRows * kStepInputs * kRows;
-      typename Simd::Bytes q[kTogetherColumns];
-#pragma GCC unroll 2
-      for (int c = 0; c < kTogetherColumns; ++c) {
-        q[c] = Simd::LoadBytes(window.rows[window_step * kStepRows + row] + 4 * (column + c * Simd::kLanes));
+      typename Simd::Bytes q[kColumns];
+#pragma GCC unroll 4
+      for (int c = 0; c < kColumns; ++c) {
+        const Register of(j, c);
+        q[c] = Simd::LoadBytes(panels.windows[of.panel].rows[window_step * kStepRows + row] + 4 * of.column);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        const auto quad = Simd::RepeatQuad(Quad<kRows>(step_x, row % kStepRows, r));
-#pragma GCC unroll 2
-        for (int c = 0; c < kTogetherColumns; ++c) {
+        const auto quad = Simd::RepeatQuad(Quad(step_x, row % kStepRows, r));
+#pragma GCC unroll 4
+        for (int c = 0; c < kColumns; ++c) {
           step_sums[r][c] = kMinimums && row == 0 ? Products(q[c], quad) : AddProducts(step_sums[r][c], q[c], quad);
         }
       }
     }
-    ForSums<kRows>([&](int r, int c) {
-      const auto factors = Simd::LoadInt(window.factors[window_step] + column + c * Simd::kLanes);
-      sums[r][c] = AddStep<kPairs>(sums[r][c], step_sums[r][c], factors);
-    });
+#pragma GCC unroll 4
+    for (int c = 0; c < kColumns; ++c) {
+      const Register of(j, c);
+      const auto factors = Simd::LoadInt(panels.windows[of.panel].factors[window_step] + of.column);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) sums[r][c] = AddStep<kPairs>(sums[r][c], step_sums[r][c], factors);
+    }
   }
 
-  template <int kRows, bool kMinimums>
-  __attribute__((always_inline)) static void EndGroup(const Panel& p, const Block& block, const RowSums<kRows>& sums,
-                                                      const RowSums<kRows>& minimums, int64_t group, int j,
-                                                      float* totals) {
-    const auto add = [&](const GroupScales<Simd>& scales, const RowSums<kRows>& of) {
-      ForSums<kRows>([&](int r, int c) {
-        float* const total = totals + r * kPanelColumns + c * Simd::kLanes;
-        const auto scale =
-            Simd::Multiply(scales.Load(scales.scales, group, j + c), Simd::Set(block.scales[group * kRows + r]));
-        Simd::Store(total, Simd::MultiplyAdd(Simd::ToFloat(of[r][c]), scale, Simd::Load(total)));
-      });
-    };
-    add(p.scales, sums);
-    if constexpr (kMinimums) add(p.minimums, minimums);
+  template <int kRows, bool kMinimums, int kBits>
+  __attribute__((always_inline)) static void EndGroup(Panels<kBits>& panels, const Block& block,
+                                                      const RowSums<kRows>& sums, const RowSums<kRows>& minimums,
+                                                      int64_t group, int64_t first_group, int j, int64_t i) {
+    ForSums<kRows>([&](int r, int c) {
+      const Register to(j, c);
+      const auto& scales = panels.windows[to.panel].scales[group - first_group];
+      const auto of_x = Simd::Set(block.scales[group * kRows + r]);
+      float* const total = panels.totals[i + r][to.panel] + to.column;
+      auto sum = Simd::MultiplyAdd(Simd::ToFloat(sums[r][c]), Simd::Multiply(Simd::Load(scales[0] + to.column), of_x),
+                                   Simd::Load(total));
+      if constexpr (kMinimums) {
+        sum = Simd::MultiplyAdd(Simd::ToFloat(minimums[r][c]), Simd::Multiply(Simd::Load(scales[1] + to.column), of_x),
+                                sum);
+      }
+      Simd::Store(total, sum);
+    });
   }
 };
 
 template <typename Simd>
-void KQuantRows<Simd>::Pack(const MatMulWeight& weight, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
+void KQuantRows<Simd>::PackBlocks(const MatMulWeight& weight, const float* x, int64_t x_row_bytes, int64_t m,
+                                  int64_t row_block, void* packed) {
   const GroupWeight& w = static_cast<const GroupWeight&>(weight);
   const int64_t padded_k = kInt4Bitmap.PaddedK(w.k);
   const int64_t group = w.view.group;
   const int64_t groups = ScaleRows(w.k, group);
   const int32_t zero_point = static_cast<int32_t>(w.view.subgroups.zero_point);
   const bool minimums = w.view.minimums != nullptr;
+  const int64_t sum_steps = PairsMinimums(w) ? kStepsOfSpan : 1;  // steps whose q are summed in a word of a term
   const auto pack = [&](const float* row, char* block, int64_t rows, int64_t i) {
     float* scales = reinterpret_cast<float*>(block + rows * padded_k);
     int32_t* terms = reinterpret_cast<int32_t*>(scales + groups * rows);
@@ -468,7 +596,7 @@ void KQuantRows<Simd>::Pack(const MatMulWeight& weight, const float* x, int64_t 
       scales[g * rows + i] = scale.scale;
       // The last group includes the padding.
       const int64_t end = g + 1 == groups ? padded_k : begin + group;
-      int32_t before = 0;
+      int32_t sum = 0, before = 0;
       for (int64_t from = begin; from < end; from += kStepInputs) {
         const InputSums sums = QuantizeInputs<Simd>(row, w.k, from, from + kStepInputs, scale, block, rows, i);
         const int64_t step = from / kStepInputs;
@@ -476,15 +604,21 @@ void KQuantRows<Simd>::Pack(const MatMulWeight& weight, const float* x, int64_t 
           const int32_t start = -zero_point * sums.all;
           const int32_t upper = -zero_point * sums.upper;
           terms[step * rows + i] = kWords ? Words(start - upper, upper) : start;
-        } else if (step % 2 == 0) {
-          before = sums.all;
         } else {
-          terms[step / 2 * rows + i] = Words(before, sums.all);
+          // The sum of this step or, if PairsMinimums, of this span so far.
+          sum = sum_steps == 1 || step % sum_steps == 0 ? sums.all : sum + sums.all;
+          if ((step + 1) % sum_steps != 0) continue;
+          const int64_t index = step / sum_steps;
+          if (index % 2 == 0) {
+            before = sum;
+          } else {
+            terms[index / 2 * rows + i] = Words(before, sum);
+          }
         }
       }
     }
   };
-  PackRowBlocks(x, x_row_bytes, m, KQuantLoop<Simd>::kBlock, packed, PackedRowBytes(w), pack);
+  PackRowBlocks(x, x_row_bytes, m, row_block, packed, PackedRowBytes(w), pack);
 }
 
 }  // namespace

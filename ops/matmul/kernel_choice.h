@@ -42,6 +42,13 @@ inline int64_t PanelsTogether(const MatMulKernel& kernel, int64_t m) {
   return m < kManyRows ? std::max(kPanelsOfFewRows, kernel.panels_together) : kernel.panels_together;
 }
 
+// Return the number of panels whose products with `rows` rows of x fit in `floats` floats, rounded down to a multiple
+// of panels_together unless fewer fit.
+inline int64_t PanelsThatFit(const MatMulKernel& kernel, int64_t floats, int64_t rows) {
+  const int64_t most = floats / (kPanelColumns * rows);
+  return most < kernel.panels_together ? most : most / kernel.panels_together * kernel.panels_together;
+}
+
 // Return the number of panels of a piece of work: a multiple of `together`, large enough to hand to another thread.
 inline int64_t PiecePanels(int64_t panels, int64_t panel_macs, int64_t together) {
   const auto divided_up = [](int64_t count, int64_t by) { return (count + by - 1) / by; };

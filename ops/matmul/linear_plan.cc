@@ -17,9 +17,9 @@ namespace {
 // Floats of X or Y that a thread packs or normalizes at once.
 constexpr int64_t kChunkFloats = int64_t{1} << 14;
 // Bytes of Y that a tile kernel writes before its epilogue.
-constexpr int64_t kTileOutputBytes = int64_t{16} << 10;
-// Stack buffer for the gate and up projections of one row chunk: two panels of each.
-constexpr int64_t kGatedFloats = kMostRowChunk * 4 * kPanelColumns;
+constexpr int64_t kTileOutputBytes = int64_t{32} << 10;
+// Stack buffer for the gate and up projections of one row chunk: three panels of each.
+constexpr int64_t kGatedFloats = kMostRowChunk * 6 * kPanelColumns;
 
 int64_t Chunks(int64_t count, int64_t chunk) { return (count + chunk - 1) / chunk; }
 
@@ -302,7 +302,7 @@ void LinearPlan::MultiplyPiece(const MatMulKernel& kernel, const MatMulArgs& row
 void LinearPlan::MultiplyGated(const MatMulKernel& kernel, const MatMulArgs& rows, const LinearCall& call, int64_t row,
                                int64_t panel_begin, int64_t panel_end) const {
   alignas(64) float products[kGatedFloats];
-  const int64_t most = kGatedFloats / (2 * kPanelColumns * rows.m);
+  const int64_t most = PanelsThatFit(kernel, kGatedFloats / 2, rows.m);
   for (int64_t panel = panel_begin; panel < panel_end; panel += most) {
     const int64_t count = std::min(most, panel_end - panel);
     float* const factor = products + count * kPanelColumns;

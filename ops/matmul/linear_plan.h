@@ -31,7 +31,7 @@ namespace ortolan {
 
 inline constexpr int64_t kMostRowChunk = 256;
 // Rows of a chunk for a tile kernel if w fits the level-2 cache: few enough that X and Y of the chunk fit as well.
-inline constexpr int64_t kTileRowChunk = 64;
+inline constexpr int64_t kTileRowChunk = 32;
 
 // The input of a plan. All pointers are validated and outlive the plan.
 struct LinearLayer {

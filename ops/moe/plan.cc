@@ -1,6 +1,7 @@
 #include "moe/plan.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "host/thread_scratch.h"
 #include "isa/kernel_table.h"
@@ -14,8 +15,8 @@ namespace {
 constexpr int64_t kMostRoutedRows = 8192;
 // Floats of X or H that a thread packs at once.
 constexpr int64_t kChunkFloats = int64_t{1} << 14;
-// Stack buffer for the products of one row chunk: two panels of gate and up projections each.
-constexpr int64_t kProductFloats = kMostRowChunk * 4 * kPanelColumns;
+// Stack buffer for the products of one row chunk: three panels of gate and up projections each.
+constexpr int64_t kProductFloats = kMostRowChunk * 6 * kPanelColumns;
 
 int64_t Chunks(int64_t count, int64_t chunk) { return (count + chunk - 1) / chunk; }
 
@@ -178,7 +179,7 @@ class ExpertsRun {
     alignas(64) float products[kProductFloats];
     const ActiveExpert& active = *piece.active;
     const int64_t halves = experts_.gated ? 2 : 1;
-    const int64_t most = kProductFloats / (halves * kPanelColumns * piece.rows);
+    const int64_t most = PanelsThatFit(*active.up, kProductFloats / halves, piece.rows);
     MatMulArgs args = ArgsOf(experts_.up, *active.up, packed + active.up_bytes, piece.row, piece.rows);
     for (int64_t panel = piece.panel_begin; panel < piece.panel_end; panel += most) {
       const int64_t count = std::min(most, piece.panel_end - panel);
@@ -223,10 +224,10 @@ class ExpertsRun {
 
   // A piece is some columns of Y for all experts, so that the sum of a row has one order and needs no locks.
   void MultiplyDown(const char* packed) const {
-    int64_t macs = 0, together = kPanelsOfFewRows;
+    int64_t macs = 0, together = 1;
     for (const ActiveExpert& active : active_) {
       macs += PanelMacs(*active.down, active.count, experts_.down.panel_inputs);
-      together = std::max(together, active.down->panels_together);
+      together = std::lcm(together, PanelsTogether(*active.down, active.count));
     }
     const int64_t panels = PiecePanels(DownPanels(), macs, together);
     host_.ParallelFor(Chunks(DownPanels(), panels), [&](int64_t i) {
@@ -244,7 +245,7 @@ class ExpertsRun {
     const int64_t chunk = RowChunk(*active.down);
     for (int64_t row = 0; row < active.count; row += chunk) {
       const int64_t rows = std::min(chunk, active.count - row);
-      const int64_t most = kProductFloats / (kPanelColumns * rows);
+      const int64_t most = PanelsThatFit(*active.down, kProductFloats, rows);
       MatMulArgs args = ArgsOf(experts_.down, *active.down, packed, row, rows);
       for (int64_t panel = panel_begin; panel < panel_end; panel += most) {
         const int64_t count = std::min(most, panel_end - panel), stride = count * kPanelColumns;

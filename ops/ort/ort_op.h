@@ -130,7 +130,7 @@ std::string OutputName(const OrtKernelInfo& info, size_t index);
 // Return the element type of a tensor input, as the graph declares it.
 ONNXTensorElementDataType InputType(const OrtKernelInfo& info, size_t index);
 
-// A constant input at its place in memory; with external data that is the mapped file.
+// A constant input at its place in memory; with external data, in the mapped file or where the caller holds it.
 struct ConstantTensor {
   std::string name;
   ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;

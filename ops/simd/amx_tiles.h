@@ -99,5 +99,12 @@ inline void TileDpBssd() {
   __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
 }
 
+// int32 C += int8 A x uint8 B, modulo 2^32.
+template <int kC, int kA, int kB>
+inline void TileDpBsud() {
+  static_assert(AreProductTiles<kC, kA, kB>());
+  __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+}
+
 }  // namespace
 }  // namespace ortolan

@@ -141,6 +141,9 @@ struct avx2 : Vectors<avx2, avx2_types> {
   static __m256i LoadUint8(const uint8_t* from) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
   }
+  static __m256i LoadSignedBytes(const uint8_t* from) {
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  }
   static void StoreInt(void* to, __m256i a) { _mm256_storeu_si256(static_cast<__m256i*>(to), a); }
   static __m256i DotPair(__m256i sums, __m256i a, __m256i b) {
     AddProducts(sums, a, b);
@@ -180,6 +183,7 @@ struct avx2 : Vectors<avx2, avx2_types> {
   static __m256i MultiplyBytes(__m256i a, __m256i b) {
     return _mm256_mullo_epi16(a, _mm256_and_si256(b, _mm256_set1_epi16(0x00ff)));
   }
+  static __m256i MultiplyWords(__m256i a, __m256i b) { return _mm256_mullo_epi16(a, b); }
   static __m256i RepeatEachByte(const uint8_t* from) {
     return _mm256_shuffle_epi8(RepeatEight(from), LoadBytes(kRepeatControl.at));
   }

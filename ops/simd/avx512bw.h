@@ -159,6 +159,9 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
   static __m512i LoadUint8(const uint8_t* from) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }
+  static __m512i LoadSignedBytes(const uint8_t* from) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
   static void StoreInt(void* to, __m512i a) { _mm512_storeu_si512(to, a); }
   static __m512i RoundToInt(__m512 a) { return _mm512_cvtps_epi32(a); }
   static __m512 ToFloat(__m512i a) { return _mm512_cvtepi32_ps(a); }
@@ -182,6 +185,9 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
   static __m512i MultiplyBytes(__m512i a, __m512i b) {
     return _mm512_mullo_epi16(a, _mm512_and_si512(b, _mm512_set1_epi16(0x00ff)));
   }
+  static __m512i EvenBytes(__m512i a) { return _mm512_srai_epi16(_mm512_slli_epi16(a, 8), 8); }
+  static __m512i OddBytes(__m512i a) { return _mm512_srai_epi16(a, 8); }
+  static __m512i MultiplyWords(__m512i a, __m512i b) { return _mm512_mullo_epi16(a, b); }
   static __m512i RepeatEachByte(const uint8_t* from) {
     return _mm512_shuffle_epi8(Repeat16(from), LoadBytes(kRepeatControl.at));
   }

@@ -128,6 +128,9 @@ struct neon : Vectors<neon, neon_types> {
     return BitsOf(LoadFirst(static_cast<const float*>(from), count));
   }
   static int32x4_t LoadUint8(const uint8_t* from) { return Int(vmovl_u16(vget_low_u16(vmovl_u8(LoadQuad(from))))); }
+  static int32x4_t LoadSignedBytes(const uint8_t* from) {
+    return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(LoadQuad(from)))));
+  }
   static void StoreInt(void* to, int32x4_t a) { vst1q_u8(static_cast<uint8_t*>(to), BytesOf(a)); }
   static int32x4_t RoundToInt(float32x4_t a) { return vcvtnq_s32_f32(a); }
   static float32x4_t ToFloat(int32x4_t a) { return vcvtq_f32_s32(a); }

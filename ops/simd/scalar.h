@@ -87,6 +87,7 @@ struct scalar : Vectors<scalar, scalar_types> {
   static uint32_t LoadInt(const void* from) { return Get<uint32_t>(from); }
   static uint32_t LoadFirstInt(const void* from, int64_t) { return LoadInt(from); }
   static uint32_t LoadUint8(const uint8_t* from) { return *from; }
+  static uint32_t LoadSignedBytes(const uint8_t* from) { return static_cast<uint32_t>(static_cast<int8_t>(*from)); }
   static void StoreInt(void* to, uint32_t a) { __builtin_memcpy(to, &a, sizeof(a)); }
   static float ToFloat(uint32_t a) { return static_cast<float>(static_cast<int32_t>(a)); }
   static uint32_t SelectBits(uint32_t where, uint32_t a, uint32_t b) { return (where & a) | (~where & b); }

@@ -67,7 +67,7 @@
 //     SetInt(i), LoadInt(p), LoadFirstInt(p, count), StoreInt(p, a), AddInt, SubtractInt, AndInt, OrInt, MaxInt
 //     ShiftLeftInt<n>(a), ShiftRightInt<n>(a), ShiftRightSigned<n>(a)        shift in zeros, or the sign
 //     SelectBits(where, a, b)               bits of a where those of `where` are 1, else bits of b
-//     LoadUint8(p)          kLanes bytes as int32
+//     LoadUint8(p), LoadSignedBytes(p)      kLanes bytes as int32
 //     StoreInt8(p, a)       kLanes int32 as int8, saturated
 //     MultiplyInt (the low 32 bits), Transpose, SumOfIntLanes(a), MaxOfIntLanes(a)
 //     ToFloat(Int), RoundToInt(Float) to nearest even; BitsOf(Float), FloatOf(Int): the same bits
@@ -106,9 +106,10 @@
 //     DotInt8OfQuad(sums, a, b, which)      if kDotsOfQuad, in one instruction: DotInt8 with RepeatQuad(b, which)
 //     DotNibblesOfQuad(sums, a, b, which)   the same for DotNibbles
 //
-// If kConvertsInt8, because DotInt8 is slower:
+// If kConvertsInt8, because DotInt8 is slower; the first three also beside tiles:
 //
 //     EvenBytes(a), OddBytes(a)             bytes 0 and 2, or 1 and 3, of each quad as pairs of int16
+//     MultiplyWords(a, b)                   the low 16 bits of the products of words
 //     DotPairs(Int sums, Bytes a, Bytes b)  sums + the dot products of unsigned quads a and signed quads b, exact if
 //                                           every sum of two products fits 16 bits
 //

@@ -10,7 +10,7 @@ import sys
 
 try:
     import json
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from io import TextIOWrapper
     from pathlib import Path
     from typing import TYPE_CHECKING, Annotated, Any
@@ -348,12 +348,38 @@ app.command()(cli_serve.chat)
 app.command()(cli_serve.generate)
 
 
+def _parts(values: Sequence[str] | None) -> list[str]:
+    """Return the comma-separated parts of an option that may be given several times."""
+    return [part.strip() for value in values or () for part in value.split(",")]
+
+
+def _read_numbers(values: Sequence[str], option: str) -> tuple[int, ...]:
+    parts = _parts(values)
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(
+            f"expected positive numbers such as 1,2; found {','.join(values)!r}", param_hint=option
+        )
+    return tuple(map(int, parts))
+
+
+def _read_fractions(values: Sequence[str]) -> tuple[float, ...]:
+    try:
+        fractions = tuple(map(float, _parts(values)))
+    except ValueError:
+        fractions = (-1.0,)
+    if not all(0 <= fraction <= 1 for fraction in fractions):
+        raise typer.BadParameter(
+            f"expected fractions such as 0.5,0.8; found {','.join(values)!r}", param_hint="--sparsity"
+        )
+    return fractions
+
+
 @app.command()
 def bench(
     op: Annotated[
         str | None, typer.Argument(metavar="OP", help="The operator. Default: the known operators are listed.")
     ] = None,
-    threads: options.BenchThreads = [1, 2],  # noqa: B006
+    threads: options.BenchThreads = ["1,2"],  # noqa: B006
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and runs.")] = False,
     shape: options.BenchShapes = None,
     batch: options.BenchBatch = None,
@@ -392,19 +418,19 @@ def bench(
 
     if device is not None and names != ["w4a8_matmul"]:
         raise typer.BadParameter("needs the operator w4a8_matmul", param_hint="--device")
-    layers, cases = _read_shapes(shape or [])
+    layers, cases = _read_shapes(_parts(shape))
     if batch is not None and cases and not layers:
         raise typer.BadParameter(
             "applies only to named layers, because shapes MxKxN already contain the rows M", param_hint="--batch"
         )
     chosen = BenchOptions(
-        threads=tuple(threads),
+        threads=_read_numbers(threads, "--threads"),
         quick=quick or op is None,
         cases=cases or None,
-        sparsity=tuple(sparsity) if sparsity else None,
+        sparsity=_read_fractions(sparsity) if sparsity else None,
         layers=layers or None,
-        batch=tuple(batch) if batch else None,
-        kinds=tuple(one.lower() for one in kind) if kind else None,
+        batch=_read_numbers(batch, "--batch") if batch else None,
+        kinds=tuple(one.lower() for one in _parts(kind)) if kind else None,
         group_size=None if group_size is None else int(group_size),
         device=None if device is None else str(device),
     )

@@ -233,39 +233,39 @@ BatchTokens = Annotated[
 Threads = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Threads of the session. Default: ONNX Runtime's choice.")
 ]
-BenchThreads = Annotated[list[int], typer.Option(metavar="N", min=1, help="A number of threads. Repeatable.")]
+BenchThreads = Annotated[list[str], typer.Option(metavar="N[,N…]", help="Numbers of threads.")]
 BenchShapes = Annotated[
     list[str] | None,
     typer.Option(
         "--shape",
-        metavar="NAME|MxKxN",
+        metavar="NAME|MxKxN[,…]",
         help="What to measure instead of all layers: q, k, v, o, gate, up or down of Llama 3 8B; smollm2:… or "
-        "minilm:…, such as smollm2:down; llama, smollm2 or minilm for all layers of a model; or a shape. Repeatable.",
+        "minilm:…, such as smollm2:down; llama, smollm2 or minilm for all layers of a model; or a shape.",
     ),
 ]
 BenchBatch = Annotated[
-    list[int] | None,
-    typer.Option(metavar="M", min=1, help="A number of input rows for the named layers. Repeatable."),
+    list[str] | None,
+    typer.Option(metavar="M[,M…]", help="Numbers of input rows for the named layers."),
 ]
 BenchSparsity = Annotated[
-    list[float] | None,
-    typer.Option(metavar="FRACTION", min=0, max=1, help="A fraction of zeros in the weights. Repeatable."),
+    list[str] | None,
+    typer.Option(metavar="FRACTION[,…]", help="Fractions of zeros in the weights."),
 ]
 BenchKinds = Annotated[
     list[str] | None,
     typer.Option(
         "--kind",
-        metavar="KIND",
-        help="sparse_amx_matmul: bf16, int8 or int4 weights. w4a8_matmul: symmetric, zero_points, fractions or "
-        "minimums. masked_matmul: square, numbers, deja_vu, decode or heat_map. auto and zoo: a model, such as "
-        "all-minilm-l6-v2 or bert. Repeatable.",
+        metavar="KIND[,KIND…]",
+        help="sparse_amx_matmul: bf16, int8 or int4 weights. w4a8_matmul: symmetric, zero_points, fractions, minimums, "
+        "int4, int5, int6, q4_k, q5_k, q6_k or q5_0. masked_matmul: square, numbers, deja_vu, decode or heat_map. auto "
+        "and zoo: a model, such as all-minilm-l6-v2 or bert.",
     ),
 ]
 BenchGroupSize = Annotated[
     _GroupSize | None,
     typer.Option(
         "--group-size",
-        help="Inputs that share a scale, for int4. w4a8_matmul: not for kinds int4, int5 and int6.",
+        help="Inputs that share a scale, for int4. w4a8_matmul: for symmetric, zero_points, fractions and minimums.",
         show_default=False,
     ),
 ]

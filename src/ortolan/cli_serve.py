@@ -141,6 +141,14 @@ def serve(
     context: Context = None,
     cache_memory: CacheMemory = None,
     cache_type: CacheType = CacheTypes.BFLOAT16,
+    share_weights: Annotated[
+        bool,
+        typer.Option(
+            "--share-weights",
+            help="Share the memory of the weights with other processes, instead of reading them into huge pages, "
+            "where decoding is faster.",
+        ),
+    ] = False,
     name: Annotated[
         str | None, typer.Option(help="The model's name in answers. Default: the folder's.", show_default=False)
     ] = None,
@@ -204,6 +212,7 @@ def serve(
         context=context,
         cache_bytes=read_bytes(cache_memory),
         cache_type=cache_type.value,
+        share_weights=share_weights,
         max_step_tokens=max_step_tokens,
         max_sequences=max_sequences,
         max_queue=max_queue,

@@ -255,7 +255,7 @@ def search(
         threads_of_sessions(threads),
         work_folder(None) as work,
         Evidence(source, work, feeds, description, portable=portable, keeps_fits=True) as evidence,
-        bounded_pages(source.data_files if source.is_large else (), work),
+        bounded_pages(source.data_files if source.is_large else (), work, source.largest),
     ):
         check_weights(evidence)
         return _search(evidence, settings, "model.onnx", tell)[0]
@@ -356,7 +356,7 @@ class _Run:
             Evidence(
                 source, work, self.feeds, self.report.feeds, portable=self.options.portable, keeps_fits=searches
             ) as evidence,
-            bounded_pages(source.data_files if source.is_large else (), work),
+            bounded_pages(source.data_files if source.is_large else (), work, source.largest),
         ):
             context = PassContext(
                 evidence,

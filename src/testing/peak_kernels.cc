@@ -1,6 +1,9 @@
 // Measures the peak rate of products with all operands in registers: the reference for kernels that multiply many rows.
 #include "simd/target.h"
 #include "simd_call.h"
+#if defined(__x86_64__)
+#include "simd/amx_tiles.h"
+#endif
 
 namespace ortolan {
 namespace {
@@ -38,6 +41,42 @@ template <typename Sum, typename Operand, typename Product>
   for (Sum& sum : sums) Forget(sum);
 }
 
+#if defined(__x86_64__)
+// Four tiles of sums, two of x and two of weights, as in matmul/amx_loop.h. Returns the number of multiply-adds.
+inline int64_t RepeatTiles(bool int8, int64_t rounds) {
+  TileConfig config;
+  for (int tile = 0; tile < kTiles; ++tile) config.Set(tile, kMaxTileRows, kMaxTileColsb);
+  LoadTileConfig(config);
+  for (int64_t round = 0; round < rounds; ++round) {
+    if (int8) {
+      TileDpBssd<0, 4, 6>();
+      TileDpBssd<1, 4, 7>();
+      TileDpBssd<2, 5, 6>();
+      TileDpBssd<3, 5, 7>();
+    } else {
+      TileDpBf16<0, 4, 6>();
+      TileDpBf16<1, 4, 7>();
+      TileDpBf16<2, 5, 6>();
+      TileDpBf16<3, 5, 7>();
+    }
+  }
+  TileRelease();
+  return rounds * 4 * kMaxTileRows * kMaxTileRows * kMaxTileColsb / (int8 ? 1 : 2);
+}
+#endif
+
+// Run products of tiles, if the target has them. Returns 0 for other products.
+template <typename Target>
+int64_t RunTiles([[maybe_unused]] const char* product, [[maybe_unused]] int64_t rounds) {
+#if defined(__x86_64__)
+  if constexpr (requires { Target::kHasTiles; }) {
+    if (__builtin_strcmp(product, "TileDpBssd") == 0) return RepeatTiles(true, rounds);
+    if (__builtin_strcmp(product, "TileDpBf16") == 0) return RepeatTiles(false, rounds);
+  }
+#endif
+  return 0;
+}
+
 }  // namespace
 
 namespace ORTOLAN_TARGET {
@@ -58,7 +97,7 @@ int64_t RunPeak(const char* product, int64_t rounds) {
     Repeat(rounds, Simd::SetInt(0), a, b, [](auto sums, auto x, auto y) { return Simd::DotNibbles(sums, x, y); });
     return 4 * floats;
   }
-  return 0;
+  return RunTiles<Simd>(product, rounds);
 }
 
 }  // namespace ORTOLAN_TARGET

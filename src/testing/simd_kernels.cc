@@ -265,6 +265,7 @@ bool RunMoreIntegers(const SimdCall& call, const Arguments& x) {
   ORTOLAN_TRY("ShiftRightSigned", S::StoreInt(x.out, S::template ShiftRightSigned<5>(S::LoadInt(x.a))));
   ORTOLAN_TRY("RoundToInt", S::StoreInt(x.out, S::RoundToInt(S::Load(x.a))));
   ORTOLAN_TRY("LoadUint8", S::StoreInt(x.out, S::LoadUint8(x.bytes)));
+  ORTOLAN_TRY("LoadSignedBytes", S::StoreInt(x.out, S::LoadSignedBytes(x.bytes)));
   ORTOLAN_TRY("StoreInt8", S::StoreInt8(x.out_bytes, S::LoadInt(x.a)));
   ORTOLAN_TRY("SumOfIntLanes", *As<int32_t>(x.out_bytes) = S::SumOfIntLanes(S::LoadInt(x.a)));
   ORTOLAN_TRY("MaxOfIntLanes", *As<int32_t>(x.out_bytes) = S::MaxOfIntLanes(S::LoadInt(x.a)));
@@ -322,6 +323,7 @@ bool RunSomeProducts(const SimdCall& call, const Arguments& x) {
   ORTOLAN_TRY("OddBytes", S::StoreInt(out, S::OddBytes(S::LoadBytes(a))));
   ORTOLAN_TRY("MultiplyPairs", S::StoreInt(out, S::MultiplyPairs(S::LoadBytes(a), S::LoadBytes(b))));
   ORTOLAN_TRY("MultiplyBytes", S::StoreBytes(out, S::MultiplyBytes(S::LoadBytes(a), S::LoadBytes(b))));
+  ORTOLAN_TRY("MultiplyWords", S::StoreInt(out, S::MultiplyWords(S::LoadInt(a), S::LoadInt(b))));
   ORTOLAN_TRY("RepeatEachByte", S::StoreBytes(out, S::RepeatEachByte(a)));
   return false;
 }

@@ -32,12 +32,6 @@ inline void TileLoadStream(const void* base, int64_t stride) {
 
 // In the mnemonic TDPBxyD, x and y give the types of A and B: S is signed, U unsigned.
 template <int kC, int kA, int kB>
-inline void TileDpBsud() {
-  static_assert(AreProductTiles<kC, kA, kB>());
-  __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
-}
-
-template <int kC, int kA, int kB>
 inline void TileDpBusd() {
   static_assert(AreProductTiles<kC, kA, kB>());
   __asm__ volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));

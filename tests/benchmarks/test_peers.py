@@ -20,6 +20,7 @@ from tools.peers.verdict import (
     DECODERS,
     ENCODERS,
     LAYERS,
+    ONE_AT_A_TIME,
     RULES,
     SECTIONS,
     SERVING,
@@ -123,13 +124,25 @@ def test_layers_are_equal_within_a_tenth_of_error():
     assert found["1 row"] == ("ours", "peer", 2.0)
 
 
+def test_requests_one_at_a_time_do_not_stand_for_many_at_once():
+    works = ("1 request, whole", "16 requests, whole")
+    rows = (
+        row("our engine", 20.0, 90.0, section=SERVING, works=works),
+        row(ONE_AT_A_TIME, 20.0, 100.0, 120.0, section=SERVING, works=works, ours=True),
+        row("peer", 20.0, 50.0, 60.0, section=SERVING, works=works),
+    )
+    compared = {one.work: one.ours.name for one in verdicts(result_of(*rows)) if one.threads is not None}
+    assert compared == {"1 request, whole": ONE_AT_A_TIME}
+
+
 def test_goals():
     assert [goal_of(DECODERS, work) for work in ("prompt 128", "decode", "step at 1024", "step at 16384")] == [
-        1.5,
-        1.3,
-        1.3,
+        2,
+        1.4,
+        1.4,
         3,
     ]
+    assert [goal_of(ENCODERS, work) for work in ("8x64", "mixed 8-256, sorted")] == [1.5, 2.5]
     assert [goal_of(section, "1x16") for section in (ENCODERS, SPARSE_ENCODERS, LAYERS)] == [1.5, 2.5, 1.0]
 
 

@@ -169,7 +169,8 @@ def test_ik_llama_cpp_runs_a_file_with_and_without_repacking(source, tmp_path):
         "ik_llama.cpp, Q8_0": {"repacked": False, "form": "Q8_0"},
         "ik_llama.cpp, Q8_0, repacked": {"repacked": True, "form": "Q8_0"},
     }
-    assert [one.name for one in sizes.configurations_for(job, source.gguf)][1:] == [one.name for one in found[:2]]
+    of_sizes = [one.name for one in sizes.configurations_for(job, source.gguf)]
+    assert of_sizes == ["Ortolan, engine", *(one.name for one in found[:2])]
 
 
 def test_requests_are_seeded():

@@ -491,7 +491,7 @@ def test_bench_prints_its_tables(invoke, monkeypatch):
 
 
 def test_bench_passes_its_options_on(invoke, fake_benchmark):
-    arguments = ("--threads", "1", "--threads", "4", "--quick", "--shape", "1x64x32", "--shape", "16x8x8",
+    arguments = ("--threads", "1,4", "--quick", "--shape", "1x64x32", "--shape", "16x8x8",
                  "--sparsity", "0.5", "--sparsity", "0.7")  # fmt: skip
     result = invoke("bench", "sparse_amx_matmul", "--json", *arguments)
     assert json.loads(result.stdout) == {"rows": []}
@@ -499,8 +499,7 @@ def test_bench_passes_its_options_on(invoke, fake_benchmark):
 
 
 def test_bench_takes_layers_by_name(invoke, fake_benchmark):
-    arguments = ("--shape", "q", "--shape", "up", "--shape", "DOWN", "--batch", "1", "--batch", "16",
-                 "--kind", "int8", "--kind", "INT4", "--group-size", "64")  # fmt: skip
+    arguments = ("--shape", "q,up", "--shape", "DOWN", "--batch", "1,16", "--kind", "int8,INT4", "--group-size", "64")
     assert invoke("bench", "sparse_amx_matmul", *arguments).exit_code == 0
     layers = ("q", "up", "down")
     assert fake_benchmark == [BenchOptions(layers=layers, batch=(1, 16), kinds=("int8", "int4"), group_size=64)]
@@ -606,7 +605,7 @@ def test_bench_lists_what_it_knows(invoke, fake_benchmark, assert_one_line):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--threads", "0"), ("--threads", "1,2"), ("--threads", "two"), ("--shape", "1x2"), ("--shape", "1x0x3"),
+    [("--threads", "0"), ("--threads", "1,,2"), ("--threads", "two"), ("--shape", "1x2"), ("--shape", "1x0x3"),
      ("--shape", "axbxc"), ("--shape", "qkv"), ("--shape", ""), ("--batch", "0"), ("--batch", "1;2"),
      ("--batch", "2", "--shape", "1x2x3"), ("--sparsity", "1.5"), ("--sparsity", "half"), ("--sparsity", "nan")],
 )  # fmt: skip

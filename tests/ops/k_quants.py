@@ -33,6 +33,8 @@ KINDS = {
     "Q5_1": KQuantKind(5, 32, 32, 0, None, True),
     # Combinations that GGUF does not have.
     "4 bits around 8": KQuantKind(4, 128, 16, 8, (-128, 127)),
+    "5 bits around 16": KQuantKind(5, 128, 32, 16, (-128, 127)),
+    "4 bits, groups of 64": KQuantKind(4, 64, 32, 0, (-128, 127), True, 255),
     "5 bits, subgroups of 16": KQuantKind(5, 64, 16, 0, (-128, 127), True, 255),
 }
 

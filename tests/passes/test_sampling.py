@@ -15,6 +15,7 @@ import ortolan
 from ortolan.graph_passes.auto import budget, search
 from ortolan.graph_passes.auto.budget import divergence_rise
 from ortolan.graph_passes.files.model_file import load_model
+from ortolan.graph_passes.measure import evidence
 from ortolan.graph_passes.measure.evidence import Evidence
 from ortolan.graph_passes.measure.sampling import sampled_feeds, start_token
 from ortolan.graph_passes.report.figures import Timing
@@ -45,11 +46,19 @@ def test_samples_text_with_its_cache(attention: str) -> None:
     np.testing.assert_array_equal(again, ids)
 
 
+def test_a_model_beyond_memory_runs_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "free_memory", lambda: 1000)
+    with Evidence(load_model(llama("gqa")), tmp_path) as found:
+        whole, beginning, step = found.feeds()
+        assert whole["input_ids"].shape == (8, 8) and beginning["input_ids"].shape == (1, 3)
+        assert step["input_ids"].shape == (8, 1) and found.sampled
+
+
 def test_an_encoder_samples_nothing(tmp_path: Path) -> None:
     assert _sampled(matmul_model()) == []
-    with Evidence(load_model(matmul_model()), tmp_path) as evidence:
-        assert evidence.feeds() and not evidence.sampled
-        assert "synthetic" in (evidence.description or "")
+    with Evidence(load_model(matmul_model()), tmp_path) as made:
+        assert made.feeds() and not made.sampled
+        assert "synthetic" in (made.description or "")
 
 
 class _Counter:

@@ -49,6 +49,38 @@ def test_pieces_give_what_one_run_gives(tmp_path, build):
             np.testing.assert_allclose(one, other.reshape(one.shape), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("build", [tiny.tiny_bert, tiny.tiny_llama, tiny.tiny_mpnet, branches_model])
+def test_outputs_are_those_of_one_run(tmp_path, build):
+    model = build() if build is not branches_model else load_model(build()).model
+    feeds = [synthetic_feeds(model, sizes, seed) for seed, sizes in enumerate(SIZES_TO_TRY[:2])]
+    session = open_quietly(to_bytes(model))
+    outputs = model.graph.outputs
+    with Segments(model, list(linears_in(model)), feeds, tmp_path / "pieces", outputs=outputs) as pieces:
+        layers = len(list(pieces.run(lambda value, array: None)))
+        assert layers == 0 if build is branches_model else layers > 4
+        found = list(pieces.answers())
+    assert len(found) == len(feeds)
+    for one, given in zip(found, feeds, strict=True):
+        expected = session.run(None, given)
+        assert len(one) == len(expected) == len(outputs)
+        for here, there in zip(one, expected, strict=True):
+            np.testing.assert_allclose(here, there, rtol=1e-4, atol=1e-5)
+
+
+def test_outputs_may_be_inputs_or_weights(tmp_path):
+    nodes = [helper.make_node("MatMul", ["x", "W"], ["y"]), helper.make_node("MatMul", ["y", "W"], ["z"])]
+    weight = random_weight(8, 8)
+    shape = (FLOAT, ["batch", 8])
+    model = load_model(make_model(nodes, {"x": shape}, {"y": shape, "z": shape}, {"W": weight})).model
+    x = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
+    outputs = [model.graph.inputs[0], *model.graph.outputs, model.graph.initializers["W"]]
+    with Segments(model, list(linears_in(model)), [{"x": x}], tmp_path / "pieces", outputs=outputs) as pieces:
+        assert len(list(pieces.run(lambda value, array: None))) == 2
+        (found,) = pieces.answers()
+    for one, expected in zip(found, (x, x @ weight, x @ weight @ weight, weight), strict=True):
+        np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-6)
+
+
 def chain(layers: int = 3) -> ir.Model:
     """Return a model x -> MatMul -> Relu -> MatMul …, with the first hidden value added to the last."""
     nodes = [helper.make_node("MatMul", ["x", "W0"], ["h0"], name="/0")]

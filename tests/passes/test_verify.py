@@ -13,11 +13,13 @@ import ortolan
 from ortolan import Recipe, SessionError, VerificationError
 from ortolan.graph_passes.files import model_file
 from ortolan.graph_passes.measure.compare import error_of_most_rows, measure_errors
+from ortolan.graph_passes.measure.feeds import SIZES_TO_TRY, synthetic_feeds
 from ortolan.graph_passes.operators import sparse_amx_matmul
 from ortolan.graph_passes.operators.replacement import LayerWeight, PackedTensor
 from ortolan.graph_passes.operators.sparse_amx_matmul import SparseAMXMatMul
 from ortolan.graph_passes.operators.sparse_amx_matmul_function import Uses
 from ortolan.graph_passes.passes.replace.packing import Packer
+from ortolan.graph_passes.passes.verify import reference
 from ortolan.models import tiny
 
 from ..recipes.forms import NAMED
@@ -284,6 +286,27 @@ def test_no_seconds_no_latency():
         and report.latency_after is None
         and not {"faster", "slower", "speed"} & set(str(report).split())
     )
+
+
+@pytest.mark.parametrize("build", [tiny.tiny_bert, tiny.tiny_llama])
+def test_the_reference_of_a_large_model_is_run_in_pieces(monkeypatch, build):
+    """A whole copy would be as large as the original's weights."""
+    model = build()
+    feeds = [synthetic_feeds(model, sizes, seed) for seed, sizes in enumerate(SIZES_TO_TRY[:2])]
+
+    def errors():
+        report = ortolan.optimize_onnx(
+            ir.to_proto(model), weights="int4", calibration=feeds, allow_different=True, options={"verify.seconds": 0}
+        )
+        return [[one.relative_l2 for one in error] for error in (report.output_error, report.rounding_error)]
+
+    expected = errors()
+    monkeypatch.setattr(model_file, "LARGE_MODEL", 1)
+    monkeypatch.setattr(reference, "_whole", lambda *_: pytest.fail("the whole model was written"))
+    found = errors()
+    assert len(found[1]) == len(model.graph.outputs)
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-3)
 
 
 def test_a_large_model_is_neither_timed_nor_unpacked(monkeypatch, tmp_path):

@@ -42,3 +42,9 @@ def test_its_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     rows.pop()
     assert main(["folder"]) == 0
     assert "2.50" in capsys.readouterr().out
+
+
+def test_a_missing_model_is_an_error_without_a_traceback(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "missing")])
+    assert "does not exist" in capsys.readouterr().err

@@ -272,7 +272,7 @@ def test_a_host_that_the_machine_has_not(folder, host):
 
 @pytest.mark.parametrize(
     ("number", "options", "cache"),
-    [(signal.SIGTERM, [], "cache"), (signal.SIGINT, ["--cache-type", "int8"], "int8 cache")],
+    [(signal.SIGTERM, [], "cache"), (signal.SIGINT, ["--cache-type", "int8", "--share-weights"], "int8 cache")],
 )
 def test_the_command_serve(prepared, number, options, cache):
     command = [sys.executable, "-m", "ortolan", "serve", str(prepared), "--port", "0", "--threads", "1"]

@@ -14,6 +14,7 @@ tokenizers = pytest.importorskip("tokenizers")
 
 
 from ortolan.conversation import AnswerOptions, Conversation, complete  # noqa: E402
+from ortolan.engine.model import PagedModel  # noqa: E402
 from ortolan.errors import ArgumentError, OrtolanError  # noqa: E402
 from ortolan.server.run import ServeOptions, open_engine  # noqa: E402
 
@@ -46,6 +47,14 @@ def test_the_type_of_the_cache(prepared):
         assert less.model.blocks > engine.model.blocks
     done = invoke("generate", prepared, "hello", *LIMITS, "--cache-type", "int8")
     assert done.exit_code == 0 and done.stdout.strip()
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_weights_are_shared_on_request(prepared, shares, monkeypatch):
+    opened, original = [], PagedModel.open
+    monkeypatch.setattr(PagedModel, "open", lambda *args, **given: opened.append(given) or original(*args, **given))
+    with open_engine(prepared, replace(SMALL, draft_model=prepared, share_weights=shares)):
+        assert [one["share_weights"] for one in opened] == [shares, shares]
 
 
 def test_the_command_chat(prepared):

@@ -71,6 +71,11 @@ def test_the_type_of_the_cache():
         RayConfig(model="m", cache_type="int4")
 
 
+def test_replicas_share_weights_by_default():
+    assert RayConfig(model="m").options().share_weights
+    assert not RayConfig(model="m", share_weights=False).options().share_weights
+
+
 @pytest.mark.parametrize("source", ["off", "lookup", "model"])
 def test_the_drafts_of_a_replica(decoder, source):
     """A replica without a cluster drafts as its options say."""

@@ -182,6 +182,14 @@ def test_repeated_bytes_and_products_with_them(target: str) -> None:
     np.testing.assert_array_equal(stored_bytes(target, "MultiplyBytes", a, repeated), a * repeated)
 
 
+@targets_with("MultiplyWords")
+def test_low_halves_of_products_of_words(target: str) -> None:
+    a, b = (random_bytes(seed, 2 * LANES[target], np.int16) for seed in (3, 4))
+    a[:3], b[:3] = (-32768, 32767, -1), (-32768, 2, 300)
+    found = one(target, "MultiplyWords", a, b, dtype=np.int32)
+    np.testing.assert_array_equal(np.ascontiguousarray(found).view(np.int16), a * b)
+
+
 @targets_with("EvenBytes", "OddBytes")
 def test_bytes_as_words(target: str) -> None:
     a = random_bytes(3, 4 * LANES[target], np.int8)

@@ -119,11 +119,12 @@ def test_over_lanes(target: str) -> None:
         assert one(target, "MaxOfIntLanes", a, dtype=np.int32)[0] == a.max()
 
 
-@targets_with("LoadUint8", "StoreInt8")
+@targets_with("LoadUint8", "LoadSignedBytes", "StoreInt8")
 def test_narrow_loads_and_stores(target: str) -> None:
     lanes = LANES[target]
-    a = np.arange(200, 200 + lanes).astype(np.uint8)
+    a = np.arange(127, 127 + 5 * lanes, 5).astype(np.uint8)  # of both signs
     np.testing.assert_array_equal(one(target, "LoadUint8", a, dtype=np.int32), a)
+    np.testing.assert_array_equal(one(target, "LoadSignedBytes", a, dtype=np.int32), a.view(np.int8))
     stored = raw(target, "StoreInt8", words(target))
     np.testing.assert_array_equal(stored[:lanes].view(np.int8), np.clip(words(target), -128, 127))
     assert (stored[lanes:] == UNTOUCHED).all()

@@ -14,9 +14,10 @@ from ortolan.errors import OrtolanError
 from ortolan.graph_passes.text.llama2c import BOS, EOS, Llama2cTokenizer
 from ortolan.models.checkpoint import SMOLLM2_TOKENS, write_llama
 from ortolan.models.fetch import fetch
-from ortolan.models.gguf import read_gguf, read_model
+from ortolan.models.gguf import read_model
 from ortolan.models.gguf.side_files import genai_config
 from ortolan.models.gguf.tokenizer import read_tokenizer_facts
+from ortolan.models.graph_builder import lazy_weight
 from ortolan.models.llama import build_llama
 from ortolan.models.llama2c import read_llama2c
 
@@ -120,9 +121,14 @@ def _gguf_name(name: str) -> str:
 
 
 def write_onnx(gguf: Path, target: Path) -> None:
-    """Write the GGUF file's weights in float32, as a GroupQueryAttention graph with external data."""
-    config, weights = read_gguf(gguf)
-    model = build_llama(weights, config, gguf.stem, "gqa")
+    """Write the GGUF file's weights in float32, as a GroupQueryAttention graph with external data.
+
+    Weights are dequantized one after the other, as they are written, except for q_proj and k_proj whose rows are
+    reordered for the rotary embedding.
+    """
+    source = read_model(gguf)
+    weights = {name: lazy_weight(weight.floats, weight.shape) for name, weight in source.weights.items()}
+    model = build_llama(weights, source.config, gguf.stem, "gqa")
     ir.save(model, target, external_data=f"{target.name}.data")
 
 

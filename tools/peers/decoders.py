@@ -219,7 +219,7 @@ def configurations_for(job: Job, source: Source) -> Iterator[Configuration]:
     if source.model == SMOLLM2:
         yield Configuration("Ortolan, the Q4_1 file imported", "ortolan", source.gguf, ours=True)
     yield from _llama_cpp(job, source)
-    yield from genai_configurations(job, source)
+    yield from genai_configurations(job, source.onnx, source.gguf)
     yield from _torch(job, source)
     yield from _ctranslate2(job, source)
 
@@ -261,15 +261,21 @@ def _ik_llama_cpp(job: Job, source: Source) -> Iterator[Configuration]:
             yield from configurations(f"{form}, Q8_0 cache", model, how=how, cache="Q8_0")
 
 
-def genai_configurations(job: Job, source: Source) -> Iterator[Configuration]:
-    """Yield ONNX Runtime GenAI with models of ONNX Runtime's quantizer."""
+def genai_configurations(job: Job, onnx: Path, gguf: Path) -> Iterator[Configuration]:
+    """Yield ONNX Runtime GenAI with models that ONNX Runtime's quantizer makes of a float file.
+
+    Args:
+        job: The settings.
+        onnx: The float32 model.
+        gguf: The same model, whose tokenizer the folders describe.
+    """
     if (python := job.pythons.get("onnxruntime-genai")) is None:
         return
     for name in GENAI:
-        folder = source.onnx.parent / f"genai {name}"
+        folder = onnx.parent / f"genai {name}"
         folder.mkdir()
-        make_matmul_nbits(source.onnx, folder / "model.onnx", **NBITS[name])
-        write_genai_folder(source.gguf, folder / "model.onnx", folder)
+        make_matmul_nbits(onnx, folder / "model.onnx", **NBITS[name])
+        write_genai_folder(gguf, folder / "model.onnx", folder)
         told = ", ".join(f"{key}={value}" for key, value in NBITS[name].items())
         options = {"how": f"MatMulNBitsQuantizer({told})"}
         yield Configuration(f"ORT GenAI {name}", "onnxruntime-genai", folder, options, python)
@@ -284,10 +290,16 @@ def openvino_genai(job: Job, gguf: Path) -> Iterator[Configuration]:
         WorkerError: llama.cpp does not take part or cannot make the file.
     """
     if (python := job.pythons.get("openvino-genai")) is not None:
-        yield Configuration("OpenVINO GenAI, as it is", "openvino-genai", gguf, python=python)
+        yield from openvino_genai_as_it_is(job, gguf)
         for form, made in files_of_llama_cpp(job, gguf, OPENVINO_FORMS, "openvino "):
             model = Path(made["opened"]["model"])
             yield Configuration(f"OpenVINO GenAI, {form}", "openvino-genai", model, python=python)
+
+
+def openvino_genai_as_it_is(job: Job, gguf: Path) -> Iterator[Configuration]:
+    """Yield OpenVINO GenAI with a GGUF file."""
+    if (python := job.pythons.get("openvino-genai")) is not None:
+        yield Configuration("OpenVINO GenAI, as it is", "openvino-genai", gguf, python=python)
 
 
 def _torch(job: Job, source: Source) -> Iterator[Configuration]:

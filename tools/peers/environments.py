@@ -58,13 +58,14 @@ _MADE = ".made"
 def _variables(peer: str) -> Mapping[str, str]:
     """Return environment variables for packages that pip compiles here.
 
-    They are compiled by clang if it is installed (packages clang-16 and libomp-16-dev of Debian). GCC 12 to 15 remove
-    ggml's stores to memory that only AMX instructions read, such as the tile configuration, so dead store elimination
-    is off with GCC.
+    llama.cpp is compiled by clang if it is installed (packages clang-16 and libomp-16-dev of Debian): GCC 12 to 15
+    remove ggml's stores to memory that only AMX instructions read, such as the tile configuration, so dead store
+    elimination is off with GCC. ik_llama.cpp has no AMX instructions, and clang 16 crashes on
+    its bf16 code, so the default compiler compiles it.
     """
     variables = dict(_COMPILED.get(peer, {}))
-    if not variables:
-        return {}
+    if peer != "llama.cpp":
+        return variables
     if clang := next(filter(shutil.which, _CLANGS), None):
         return variables | {"CC": clang, "CXX": clang.replace("clang", "clang++")}
     return variables | ({"CXXFLAGS": "-fno-tree-dse -fno-dse"} if _MAY_HAVE_AMX else {})

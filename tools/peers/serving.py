@@ -31,6 +31,7 @@ from .comparison import Found, Job, Judge, LeaveOut, Work, compare, open_all, re
 from .configuration import Configuration, Runner, speed_of
 from .result import Measure, PeersResult, Row
 from .serving_times import MIXED, ONE_BY_ONE, Run, percentile
+from .verdict import ONE_AT_A_TIME
 
 SECTION, SCRIPT = "serving", "serving.py"
 MODELS = (decoders.SMOLLM2,)
@@ -120,7 +121,7 @@ def configurations_for(job: Job, source: Source) -> Iterator[Configuration]:
     for cache_type in job.cache_types:
         name = "Ortolan, engine" if cache_type == "bfloat16" else f"Ortolan, engine, {cache_type} cache"
         yield Configuration(name, "ortolan", source.gguf, {"cache_type": cache_type}, ours=True)
-    yield Configuration("Ortolan, one by one", "ortolan-decoder", source.gguf, ours=True)
+    yield Configuration(ONE_AT_A_TIME, "ortolan-decoder", source.gguf, ours=True)
     if (python := job.pythons.get("llama.cpp")) is not None:
         for form in (None, *LLAMA_CPP_FORMS):
             for name, unified in (("one cache", True), ("caches apart", False)):
@@ -155,7 +156,7 @@ def genai_configurations(job: Job, source: Source) -> Iterator[Configuration]:
         options = {"how": f"ortolan.import_gguf({source.gguf.name!r}, folder)"}
         yield Configuration("Ortolan in ORT GenAI", "onnxruntime-genai", folder, options, python, ours=True)
         if source.decoder is not None:
-            yield from decoders.genai_configurations(job, source.decoder)
+            yield from decoders.genai_configurations(job, source.decoder.onnx, source.decoder.gguf)
 
 
 def judge_for(source: Source) -> Judge:

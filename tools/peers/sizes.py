@@ -1,4 +1,6 @@
-"""Compare decoders of 0.5 to 8 billion weights: one GGUF file in Ortolan's engine, llama.cpp and its fork.
+"""Compare decoders of 0.5 to 8 billion weights: one GGUF file in Ortolan's engine, llama.cpp, its fork and OpenVINO.
+
+ONNX Runtime GenAI runs the smaller ones, quantized from float32.
 
 The weights are random (tools.random_gguf): speed, memory and sizes do not depend on their values. The perplexity of
 random tokens only shows that the runtimes compute the same function. The largest model is also optimized from a
@@ -17,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ortolan.benchmarks.stream_reader import StreamReader
+from ortolan.errors import OrtolanError
 
 from ..random_gguf import write_shape
 from ..workers.process import WorkerError
@@ -33,6 +36,7 @@ from .verdict import SIZES as SECTION
 FORM = "Q4_K_M"
 MODELS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen3-4b", "llama-3-8b")
 LARGEST = MODELS[-1]
+GENAI_MODELS = MODELS[:2]  # ONNX Runtime's quantizer holds the whole float32 model in memory
 ONNX_MODEL = f"{LARGEST}, ONNX file"
 SHARE = "share of a plain read"
 DECODE = "decode"
@@ -98,25 +102,46 @@ def _compare(job: Job, name: str, result: PeersResult) -> None:
         served = Serving(job, window, found, opened, threads, leave_out)
         for work in WORKS:
             if job.takes_work(work.name):
-                _time(served, work, bytes_of_a_token(gguf))
+                _time(served, work, gguf)
         for runner in opened.values():
             runner.close()
 
     configurations = list(configurations_for(job, gguf))
+    try:
+        configurations += _genai(job, name, gguf)
+    except OrtolanError as error:
+        result.left_out.append(f"{SECTION}, {name}: ORT GenAI: {error}")
     works = [Work("opening", opening, 1, UNIT)]
     compare(job, SECTION, name, SCRIPT, configurations, works, judge, result, time_all=time_all)
 
 
 def configurations_for(job: Job, gguf: Path) -> Iterator[Configuration]:
-    """Yield Ortolan's engine, then llama.cpp and ik_llama.cpp."""
+    """Yield Ortolan's engine, then the runtimes that read GGUF files."""
     yield Configuration("Ortolan, engine", "ortolan", gguf, {"cache_type": "bfloat16"}, ours=True)
     if (python := job.pythons.get("llama.cpp")) is not None:
         yield Configuration("llama.cpp, as it is", "llama.cpp", gguf, {"unified": True}, python)
     yield from ik_llama_cpp(job, gguf)
+    yield from decoders.openvino_genai_as_it_is(job, gguf)
 
 
-def _time(served: Serving, work: Requests, bytes_read: int) -> None:
-    """Serve the requests by all configurations in turns, and add speeds and measures to their rows."""
+def _genai(job: Job, name: str, gguf: Path) -> Iterator[Configuration]:
+    """Yield ONNX Runtime GenAI, if it takes part and the model is small enough.
+
+    Raises:
+        OrtolanError: The file cannot be converted.
+    """
+    if "onnxruntime-genai" in job.pythons and name in GENAI_MODELS:
+        onnx = job.folder / "onnx" / "model.onnx"
+        onnx.parent.mkdir()
+        write_onnx(gguf, onnx)
+        yield from decoders.genai_configurations(job, onnx, gguf)
+
+
+def _time(served: Serving, work: Requests, gguf: Path) -> None:
+    """Serve the requests by all configurations in turns, and add speeds and measures to their rows.
+
+    The share of a plain read is known for configurations of the GGUF file only.
+    """
     threads, runs = served.threads, {name: list[Run]() for name in served.opened}
     rates = [plain_read(threads)]
     for _ in range(_ROUNDS):
@@ -128,7 +153,8 @@ def _time(served: Serving, work: Requests, bytes_read: int) -> None:
     for name, found in runs.items():
         if len(found) == _ROUNDS:
             note(served.row(name), work, threads, found)
-            add_share(served.row(name), threads, bytes_read, max(rates))
+            if served.found[name][0].configuration.model == gguf:
+                add_share(served.row(name), threads, bytes_of_a_token(gguf), max(rates))
 
 
 def note(row: Row, work: Requests, threads: int, runs: Sequence[Run]) -> None:

@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 
-from ortolan.errors import VerificationError
+from ortolan.errors import CalibrationError, VerificationError
 
+from ...find.linear import linears_in
 from ...measure.answers import keep
 from ...measure.decoding import Decoded, calls_to_decode, decode
 from ...measure.feeds import Feeds
-from ...measure.sessions import run_session
+from ...measure.segments import Segments
+from ...measure.sessions import only_numbers, open_quietly, run_session
 from ..activations import masked_inputs
 from ..context import PassContext, Reference
 from .float_reference import computed_in_float, rounding_layers
@@ -41,14 +44,38 @@ def keep_reference(model: ir.Model, context: PassContext) -> None:
 
     in_float = bool(rounding or layers.freed) and not layers.weights_changed
     context.evidence.feeds()  # generates feeds for the original if none are given
-    with (
-        computed_in_float(rounding, new_name),
-        masked_inputs(model, layers.thresholds, new_name),
-        context.evidence.open(model, in_float=True) as session,
-    ):
+    with computed_in_float(rounding, new_name), masked_inputs(model, layers.thresholds, new_name):
+        caches = context.caches
+        # A compressed cache is verified by decoding tokens one by one. Each would be another run of all pieces.
+        decodes = caches.prompt is not None or caches.taken or caches.formats
+        found = _in_pieces(model, context) if context.source.is_large and not decodes else _whole(model, context)
+    context.reference = replace(found, in_float=in_float)
+
+
+def _in_pieces(model: ir.Model, context: PassContext) -> Reference:
+    """Run a large model piece by piece, each with a file of its weights: whole, they would be as large as in float32.
+
+    Tokens are not decoded one by one, so verify_decoded reports their error and does not limit it.
+    """
+    evidence = context.evidence
+    feeds = evidence.feeds_to_judge(context.plan.feeds_to_verify)
+    context.release()
+    open_piece = partial(open_quietly, source=context.source, library=not context.portable, in_float=True)
+    folder = evidence.new_folder() / "pieces"
+    with Segments(model, list(linears_in(model)), feeds, folder, open_piece, model.graph.outputs) as pieces:
+        try:
+            for _ in pieces.run(lambda value, array: None):
+                context.release()
+            return Reference([keep(only_numbers(one), evidence.folder) for one in pieces.answers()], None)
+        except CalibrationError as error:
+            raise VerificationError(f"the model before its layers were replaced: {error}; nothing was saved") from error
+
+
+def _whole(model: ir.Model, context: PassContext) -> Reference:
+    with context.evidence.open(model, in_float=True) as session:
         context.release()
         feeds = context.evidence.feeds_to_judge(context.plan.feeds_to_verify, session)
-        context.reference = replace(_run(session, feeds, context), in_float=in_float)
+        return _run(session, feeds, context)
 
 
 def _run(session: Any, feeds: Sequence[Feeds], context: PassContext) -> Reference:

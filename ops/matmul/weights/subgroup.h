@@ -60,7 +60,7 @@ struct SubgroupRows : ByteProducts<Simd, false> {
     template <bool kPrefetch>
     Bytes NextCentered(int row) {
       if (row % 4 == 0) LoadScales(row);
-      const Bytes q = this->template NextStored<kPrefetch>(row);
+      const Bytes q = this->template NextStored<kPrefetch, true>(row);
       return Columns::template Of<Bytes>([&](int i) { return Simd::SubtractBytes(q.at[i], zeros_.at[i]); });
     }
     // Return s of that row as 16-bit words.

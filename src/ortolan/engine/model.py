@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -13,10 +14,11 @@ from ortolan.graph_passes.files.model_file import load_model, model_in
 from ortolan.graph_passes.find.head import LOGITS
 from ortolan.graph_passes.measure.machine import usable_memory
 from ortolan.graph_passes.names import CONTEXT_KEY, SERVING_KEY
-from ortolan.graph_passes.serve.form import POOL, check_form_version
+from ortolan.graph_passes.serve.form import POOL, check_form_version, is_serving_form
 from ortolan.graph_passes.serve.int8_cache import use_int8_cache
 
 from ..errors import ArgumentError, ModelError
+from ..huge_pages import has_huge_pages, use_huge_pages
 from ..session import FOLDER_OF_DATA, create_session, new_options
 from .step import BLOCK_TOKENS, Step
 
@@ -56,6 +58,7 @@ class PagedModel:
         context: int | None = None,
         cache_bytes: int | None = None,
         blocks: int | None = None,
+        weights: Sequence[Any] = (),
     ) -> None:
         """Allocate the pools. Their memory is used only when blocks are written for the first time.
 
@@ -65,6 +68,7 @@ class PagedModel:
             cache_bytes: The size of all pools together. Default: a quarter of the memory of the machine, or of the
                 process's cgroup if that is less, but not more than the context of 64 sequences.
             blocks: The number of blocks of the pools, instead of their size.
+            weights: Memory that the session points to, to be kept as long as it.
 
         Raises:
             ModelError: The session has not the form for serving, or another version of it.
@@ -97,6 +101,7 @@ class PagedModel:
         if not (said.isascii() and said.isdecimal() and len(said) < 10 and int(said) > 0):
             raise ModelError(f"the model's {CONTEXT_KEY} is {said!r}, expected a number of tokens; make it again")
         self._session = session
+        self._weights = weights
         self._types = {value.name: _TYPES[value.type] for value in session.get_inputs() if value.type in _TYPES}
         self.vocabulary: int = vocabulary[0]
         types = {value.name: _POOL_TYPES[value.type] for value in pools}
@@ -141,6 +146,7 @@ class PagedModel:
         cache_bytes: int | None = None,
         cache_type: CacheType = "bfloat16",
         blocks: int | None = None,
+        share_weights: bool = False,
     ) -> PagedModel:
         """Open the model of a folder, or a model file.
 
@@ -152,6 +158,9 @@ class PagedModel:
             cache_type: The type of keys and values in the KV cache. int8 has a scale for each token and head, and takes
                 about half the memory.
             blocks: As for the constructor.
+            share_weights: Map the files of the weights, so that processes share this memory. By default, weights of
+                at most half of the free memory are read into huge pages, where decoding is 1.1 times as fast, if
+                Linux has them.
 
         Raises:
             SessionError: The model cannot be opened.
@@ -166,8 +175,9 @@ class PagedModel:
         options.add_session_config_entry("session.force_spinning_stop", "1")
         path = Path(folder)
         file = model_in(path) if path.is_dir() else path
+        weights = [] if share_weights else _in_huge_pages(file, options)
         model = _with_int8_cache(file, options) if cache_type == "int8" else file
-        return cls(create_session(model, options), context, cache_bytes, blocks)
+        return cls(create_session(model, options), context, cache_bytes, blocks, weights)
 
     def run(self, step: Step) -> np.ndarray:
         """Append the tokens of a step to the pools, and return the logits float32 [rows, vocabulary]."""
@@ -191,14 +201,25 @@ def check_cache_type(cache_type: str) -> None:
         raise ArgumentError(f"cache_type is {cache_type!r}, expected one of {', '.join(get_args(CacheType))}")
 
 
+def _in_huge_pages(file: Path, options: onnxruntime.SessionOptions) -> list[Any]:
+    """Return the memory of the weights, see `use_huge_pages`; empty if they stay mapped."""
+    if not has_huge_pages():
+        return []
+    try:
+        model = load_model(file).model
+        return use_huge_pages(model, options) if is_serving_form(model) else []
+    except ModelError:  # ONNX Runtime opens the file all the same, or says what is wrong
+        return []
+
+
 def _with_int8_cache(file: Path, options: onnxruntime.SessionOptions) -> ModelProto:
     """Return the model with int8 pools. Weights in other files stay there; `options` get their folder."""
     import onnx_ir as ir
 
-    model = load_model(file).model
-    use_int8_cache(model, str(file))
-    options.add_session_config_entry(FOLDER_OF_DATA, str(file.parent))
-    return ir.to_proto(model)
+    source = load_model(file)
+    use_int8_cache(source.model, str(file))
+    options.add_session_config_entry(FOLDER_OF_DATA, str(source.external_root or file.parent))
+    return ir.to_proto(source.model)
 
 
 def _blocks(tokens: int) -> int:

@@ -66,6 +66,8 @@ class RayConfig(BaseModel):
         cache_bytes: The size of each replica's KV cache. Default: PagedModel's, so that replicas on one machine share
             its memory only if you set this.
         cache_type: The type of keys and values in the KV cache: bfloat16 or int8, see PagedModel.
+        share_weights: Share the memory of the weights among replicas on one machine. False: each has its own copy in
+            huge pages, where decoding is faster, see PagedModel.
         max_step_tokens: The most tokens of a call of the model.
         max_sequences: The most answers that run at the same time in a replica.
         speculate: "lookup" or "off", see `ServeOptions`.
@@ -91,6 +93,7 @@ class RayConfig(BaseModel):
     context: PositiveInt | None = None
     cache_bytes: PositiveInt | None = None
     cache_type: CacheType = "bfloat16"
+    share_weights: bool = True
     max_step_tokens: PositiveInt = 512
     max_sequences: PositiveInt = 64
     speculate: Literal["lookup", "off"] = "lookup"
@@ -111,6 +114,7 @@ class RayConfig(BaseModel):
             context=self.context,
             cache_bytes=self.cache_bytes,
             cache_type=self.cache_type,
+            share_weights=self.share_weights,
             max_step_tokens=self.max_step_tokens,
             max_sequences=self.max_sequences,
             speculate=self.speculate,

@@ -42,6 +42,7 @@ class ServeOptions:
         context: The most tokens of a prompt and its answer. Default: the model's limit.
         cache_bytes: The size of the KV cache. Default: PagedModel's.
         cache_type: The type of keys and values in the KV cache, see PagedModel.
+        share_weights: Share the memory of the weights with other processes, see PagedModel.
         max_step_tokens: The most tokens of a call of the model, see `Engine`.
         max_sequences: The most sequences that run at the same time.
         max_queue: The most sequences that wait; more get 429.
@@ -65,6 +66,7 @@ class ServeOptions:
     context: int | None = None
     cache_bytes: int | None = None
     cache_type: CacheType = "bfloat16"
+    share_weights: bool = False
     max_step_tokens: int = 512
     max_sequences: int = 64
     max_queue: int = 1024
@@ -119,7 +121,8 @@ def serve(
                 on_ready(url)
             if say is not None:
                 sizes = f" ({application.sizes})" if application.sizes else ""
-                say(f"serving {named.name} on {url}{sizes}")
+                drafts = f", draft model {model_name(chosen.draft_model)}" if chosen.draft_model else ""
+                say(f"serving {named.name} on {url}{sizes}{drafts}")
 
         server = make_server(application, chosen.drain_seconds, ready, say)
         server.run(sockets=[listening])
@@ -298,6 +301,7 @@ def _open_paged(
         context=options.context,
         cache_bytes=options.cache_bytes,
         cache_type=options.cache_type,
+        share_weights=options.share_weights,
     )
     if say is not None and options.context is None and paged.limit is not None and paged.context < paged.limit:
         why = "--cache-memory" if options.cache_bytes is not None else "the machine's memory; see --cache-memory"
@@ -305,7 +309,11 @@ def _open_paged(
     source: Literal["lookup"] | DraftModel | None = None if options.speculate == "off" else "lookup"
     if options.draft_model is not None:  # its cache holds as many tokens
         smaller = PagedModel.open(
-            options.draft_model, threads=options.threads, cache_type=options.cache_type, blocks=paged.blocks
+            options.draft_model,
+            threads=options.threads,
+            cache_type=options.cache_type,
+            blocks=paged.blocks,
+            share_weights=options.share_weights,
         )
         source = DraftModel(smaller)
     return paged, source
