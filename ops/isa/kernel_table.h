@@ -33,7 +33,6 @@ namespace ortolan {
 // The work a kernel is selected for. Each field is checked against a limit of the kernel, if its table has that limit.
 struct Work {
   int64_t rows = 0;        // rows of x; at least the kernel's least_rows
-  int64_t inputs = 0;      // inputs of a row of x; at most the kernel's most_inputs
   int precision = 0;       // bits of the products; at most the kernel's precision
   bool any_order = false;  // accept a kernel whose sums have an order of their own
 };
@@ -46,9 +45,6 @@ const Kernel& SelectKernel(std::span<const Kernel> kernels, Features features, [
     if (!features.Has(kernel.needs)) continue;
     if constexpr (requires { kernel.least_rows; }) {
       if (kernel.least_rows > work.rows) continue;
-    }
-    if constexpr (requires { kernel.most_inputs; }) {
-      if (kernel.most_inputs < work.inputs) continue;
     }
     if constexpr (requires { kernel.precision; }) {
       if (kernel.precision < work.precision) continue;

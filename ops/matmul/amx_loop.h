@@ -20,6 +20,7 @@
 #include <utility>
 
 #include "matmul/few_float_rows.h"
+#include "matmul/group_weight.h"
 #include "matmul/panel.h"
 #include "simd/amx_tiles.h"
 #include "simd/flush_denormals.h"
@@ -35,6 +36,11 @@ constexpr int kAmxPanels = 2;
 inline void PadAmxRows(void* packed, int64_t m, int64_t row_bytes) {
   const int64_t missing = (kAmxRowTile - m % kAmxRowTile) % kAmxRowTile;
   __builtin_memset(static_cast<char*>(packed) + m * row_bytes, 0, static_cast<size_t>(missing * row_bytes));
+}
+
+// Return whether a group fills the depth of a tile. Vectors multiply shorter groups faster (README.md).
+inline bool GroupFillsTile(const MatMulWeight& w) {
+  return static_cast<const GroupWeight&>(w).view.group >= kMaxTileColsb;
 }
 
 // The vectors of a kind of weight on tiles, whose products take signed bytes.

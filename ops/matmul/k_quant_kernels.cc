@@ -1,6 +1,6 @@
 #include "matmul/k_quant_loop.h"
 #include "matmul/k_quant_tiles.h"
-#include "simd/target.h"
+#include "matmul/target_functions.h"
 
 namespace ortolan::ORTOLAN_TARGET {
 
@@ -26,6 +26,7 @@ constexpr MatMulFunctions kKQuant{.row_block = Loop::kRowBlock,
                                   .pack = &Loop::Pack,
                                   .multiply = &Loop::Multiply,
                                   .panels_together = Loop::kPanelsTogether,
-                                  .speed = Loop::kSpeed};
+                                  .speed = Loop::kSpeed,
+                                  .takes = LoopOf<Simd>::kTakesGroups};
 
 }  // namespace ortolan::ORTOLAN_TARGET

@@ -5,7 +5,7 @@
 //
 // Each tile of x is multiplied with a tile of a and a tile of b. The sums are exact in int32: a group has at most 256
 // inputs. They are scaled while the next products are computed, because a load right after the store of a tile waits
-// for it. Groups of 32 do not fill a tile; vectors multiply them. Included by k_quant_kernels.cc only; local to each.
+// for it. Included by k_quant_kernels.cc only; local to each.
 #pragma once
 
 #include <cstdint>
@@ -29,20 +29,16 @@ class KQuantTiles {
 
  public:
   static constexpr int64_t kRowBlock = kAmxRowTile;
-  static_assert(kRowBlock % Loop::kBlock == 0);  // vectors divide the same rows into blocks
-  // Pieces of work have whole pairs of panels, and whole triples where vectors multiply.
-  static constexpr int kPanelsTogether = kPair * Loop::kPanelsTogether;
+  static constexpr int kPanelsTogether = kPair;
   static constexpr int64_t kSpeed = 2;
 
   static void Pack(const MatMulWeight& weight, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
-    if (!TakesTiles(weight)) return Loop::Pack(weight, x, x_row_bytes, m, packed);
     KQuantRows<Simd>::PackBlocks(weight, x, x_row_bytes, m, 1, packed);
     PadAmxRows(packed, m, KQuantRows<Simd>::PackedRowBytes(weight));
   }
 
   static void Multiply(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
     const GroupWeight& w = WeightOf<GroupWeight>(args);
-    if (!TakesTiles(w)) return Loop::Multiply(args, panel_begin, panel_end);
     const Shape shape(w);
     TileConfig config;
     for (int tile = 0; tile < kTiles; ++tile) config.Set(tile, kMaxTileRows, kMaxTileColsb);
@@ -81,9 +77,6 @@ class KQuantTiles {
   // With fewer rows, most of the time is spent on weights, and one panel at a time is faster.
   static constexpr int64_t kRowsOfPairs = 64;
   enum Part { kLow, kHigh, kParts };
-
-  // A shorter group does not fill a tile.
-  static bool TakesTiles(const MatMulWeight& w) { return static_cast<const GroupWeight&>(w).view.group >= kTileInputs; }
 
   // A panel, and the tiles of the group that is multiplied.
   struct Work {

@@ -66,6 +66,9 @@ struct HiddenLayerArgs;
 // Compute the outputs of a hidden layer, written as packed rows of the next layer.
 using MultiplyHiddenFn = void(const HiddenLayerArgs& args, int64_t panel_begin, int64_t panel_end);
 
+// Return whether the kernel multiplies w. The next row of the table multiplies other weights.
+using TakesFn = bool(const MatMulWeight& w);
+
 // Below kManyRows rows a call is memory-bound, so kernels may process kPanelsOfFewRows panels together.
 inline constexpr int64_t kManyRows = 4;
 inline constexpr int64_t kPanelsOfFewRows = 4;
@@ -80,7 +83,9 @@ struct MatMulFunctions {
   MultiplyHiddenFn* multiply_hidden = nullptr;  // block-sparse weights only
   int64_t panels_together = 1;                  // panels multiplied at once
   int64_t speed = 1;                            // throughput relative to vectors
+  TakesFn* takes = nullptr;                     // null: weights of up to most_inputs inputs
 
+  bool Takes(const MatMulWeight& w) const { return w.k <= most_inputs && (takes == nullptr || takes(w)); }
   // Return the maximum number of bytes that a pack function writes for m rows: it may fill the last block.
   int64_t PackedBytes(const MatMulWeight& w, int64_t m) const {
     return (m + row_block - 1) / row_block * row_block * packed_row_bytes(w);

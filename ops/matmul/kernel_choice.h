@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <span>
 #include <vector>
 
@@ -11,12 +12,13 @@
 
 namespace ortolan {
 
-// Return the kernels that this CPU and a weight of `inputs` inputs support, best first.
+// Return the kernels that this CPU supports and that multiply all of `weights`, best first.
 inline std::vector<const MatMulKernel*> SupportedKernels(std::span<const MatMulKernel> kernels, Features features,
-                                                         int64_t inputs) {
+                                                         std::initializer_list<const MatMulWeight*> weights) {
   std::vector<const MatMulKernel*> found;
   for (const MatMulKernel& kernel : kernels) {
-    if (!features.Has(kernel.needs) || kernel.most_inputs < inputs) continue;
+    const auto takes = [&](const MatMulWeight* w) { return kernel.Takes(*w); };
+    if (!features.Has(kernel.needs) || !std::all_of(weights.begin(), weights.end(), takes)) continue;
     found.push_back(&kernel);
     if (kernel.least_rows <= 1) break;
   }

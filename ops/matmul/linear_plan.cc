@@ -43,9 +43,8 @@ LinearPlan::LinearPlan(const LinearLayer& layer, Features features)
     : layer_(layer),
       epilogue_(SelectKernel(EpilogueKernels(), features).run),
       layer_norm_(SelectKernel(EpilogueKernels(), features).layer_norm) {
-  const int64_t inputs = std::max(layer_.Inputs(), layer_.w->k);
   int64_t row_bytes = std::max({layer_.Inputs(), layer_.w->k, layer_.w->n}) * static_cast<int64_t>(sizeof(float));
-  kernels_ = SupportedKernels(layer_.kernels, features, inputs);
+  kernels_ = SupportedKernels(layer_.kernels, features, {&FirstWeight(), layer_.w});
   for (const MatMulKernel* kernel : kernels_) {
     row_bytes = std::max(row_bytes, kernel->packed_row_bytes(FirstWeight()) + kernel->packed_row_bytes(*layer_.w));
   }

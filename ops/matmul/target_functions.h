@@ -2,6 +2,8 @@
 // Included by *kernels.cc only; local to each.
 #pragma once
 
+#include <type_traits>
+
 #include "matmul/amx_loop.h"
 #include "matmul/panel_loop.h"
 #include "simd/target.h"
@@ -20,6 +22,7 @@ struct LoopOf {
   template <typename Weights>
   static constexpr int64_t kPackedRows = kBlockRows<Weights>;
   static constexpr int64_t kSpeed = 1;
+  static constexpr TakesFn* kTakesGroups = nullptr;
   static void Pad(void*, int64_t, int64_t) {}
 };
 
@@ -34,6 +37,7 @@ struct LoopOf<Column> {
   template <typename>
   static constexpr int64_t kPackedRows = 1;
   static constexpr int64_t kSpeed = 8;
+  static constexpr TakesFn* kTakesGroups = &GroupFillsTile;
   static void Pad(void* packed, int64_t m, int64_t row_bytes) { PadAmxRows(packed, m, row_bytes); }
 };
 
@@ -68,7 +72,9 @@ struct TargetFunctions {
                                         .pack = &Pack,
                                         .multiply = &Multiply,
                                         .panels_together = LoopOf<Simd>::template Loop<Kind>::kPanelsTogether,
-                                        .speed = LoopOf<Simd>::kSpeed};
+                                        .speed = LoopOf<Simd>::kSpeed,
+                                        .takes = std::is_same_v<Weight, GroupWeight> ? LoopOf<Simd>::kTakesGroups
+                                                                                     : nullptr};
 };
 
 // The functions for a weight in any storage of a bitmap format.

@@ -274,8 +274,8 @@ class ExpertsRun {
 
 ExpertsPlan::ExpertsPlan(const Experts& experts, Features features)
     : experts_(experts),
-      up_kernels_(SupportedKernels(experts.up.kernels, features, experts.hidden)),
-      down_kernels_(SupportedKernels(experts.down.kernels, features, experts.inner)),
+      up_kernels_(SupportedKernels(experts.up.kernels, features, {experts.up.w})),
+      down_kernels_(SupportedKernels(experts.down.kernels, features, {experts.down.w})),
       epilogue_(SelectKernel(EpilogueKernels(), features).run) {}
 
 void ExpertsPlan::Run(Host& host, const ExpertsCall& call) const {

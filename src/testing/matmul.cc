@@ -3,6 +3,7 @@
 #include "matmul/bitmap_weight.h"
 #include "matmul/block_sparse_weight.h"
 #include "matmul/group_layer.h"
+#include "matmul/kernel_choice.h"
 #include "testing.h"
 
 namespace ortolan {
@@ -17,11 +18,13 @@ int64_t CheckActivations(const MatMulWeight& w, const CastArray<float>& x, const
   return x.shape(0);
 }
 
-const MatMulKernel& FindKernel(std::span<const MatMulKernel> kernels, const KernelName& name, int64_t m, int64_t k) {
-  const MatMulKernel& kernel = KernelByName(kernels, name, {m, k});
-  Require(k <= kernel.most_inputs, "kernel ", kernel.name, " supports at most ", kernel.most_inputs, " inputs, k is ",
-          k);
-  return kernel;
+// Returns the kernel of that name, or the best one for m rows. Like plans, passes over kernels that do not multiply all of
+// the weights.
+const MatMulKernel& FindKernel(std::span<const MatMulKernel> kernels, const KernelName& name, int64_t m,
+                               std::initializer_list<const MatMulWeight*> weights) {
+  if (!name) return KernelForRows(SupportedKernels(kernels, ActiveFeatures(), weights), m);
+  const auto from = static_cast<size_t>(&KernelByName(kernels, name) - kernels.data());
+  return *SupportedKernels(kernels.subspan(from), DetectedFeatures(), weights).front();
 }
 
 // Computes y [m, n] = x @ W + bias.
@@ -30,7 +33,7 @@ Array<float> MatMul(const MatMulWeight& w, std::span<const MatMulKernel> kernels
   MatMulArgs args;
   args.m = CheckActivations(w, x, bias);
   args.w = &w;
-  const MatMulKernel& kernel = FindKernel(kernels, name, args.m, w.k);
+  const MatMulKernel& kernel = FindKernel(kernels, name, args.m, {&w});
   Array<float> y({args.m, w.n});
   args.bias = bias ? bias->data() : nullptr;
   args.y = y.mutable_data();
@@ -188,7 +191,7 @@ Array<float> VnniSpmmHidden(const CastArray<float>& x, float x_scale, int64_t x_
   args.m = CheckActivations(w, x, bias);
   args.w = &w;
   args.bias = bias ? bias->data() : nullptr;
-  const MatMulKernel& kernel = FindKernel(BlockSparseKernels(), name, args.m, std::max(k, n));
+  const MatMulKernel& kernel = FindKernel(BlockSparseKernels(), name, args.m, {&w, &next_w});
   AlignedBytes packed(kernel.PackedBytes(w, args.m));
   kernel.pack(w, x.data(), k * kFloat, args.m, packed.data());
   args.x = packed.data();

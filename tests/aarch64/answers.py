@@ -26,6 +26,7 @@ from ..recipes.forms import NAMED
 
 LAYERS = ("sparse-int8", "sparse-int4", "sparse-int8-4x1", "int4")
 BF16 = "sparse-bf16"
+BF16_NODE = f"model {BF16}, node "  # see BOUND in check_models.py
 MODELS = (BF16, "sparse-int8", "sparse-int8-4x1", "int4", "sparse-encoder")
 
 # Names of real models in the catalog, and their formats.
@@ -146,9 +147,9 @@ def made(with_real: bool) -> Iterator[Case]:
         given = {value.name: feeds[value.name] for value in bert.graph.input}
         recipe = same_everywhere(NAMED[form])
         model = small_models.optimize(bert, recipe=recipe, calibration=[given]).model
-        if form == BF16:  # see BOUND in check_models.py
+        if form == BF16:
             for i, (node, inputs) in enumerate(nodes(model, given)):
-                yield Case(f"model {form}, node {i}", node, inputs)
+                yield Case(f"{BF16_NODE}{i}", node, inputs)
         else:
             yield Case(f"model {form}", model, given)
     decoder, _ = cached_llama.compress(cached_llama.llama("standard"))
