@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from .header import check_header
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-_CHUNK = 1 << 20  # number of elements that are dequantized at once, so that temporary arrays stay in the cache
+# Number of elements that are dequantized at once: gguf holds small arrays of all results before it joins them.
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -69,15 +71,20 @@ class StoredWeight:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
+        stop = self.shape[0] if stop is None else stop
+        found = np.empty((stop - start, *self.shape[1:]), np.float32)
         try:
             with np.errstate(all="ignore"):  # callers check for NaN and infinity
-                found = dequantize(self.stored(start, stop), GGMLQuantizationType[self.kind])
+                for begin in range(start, stop, self.rows_at_once):
+                    end = min(stop, begin + self.rows_at_once)
+                    stored = self.stored(begin, end)
+                    found[begin - start : end - start] = dequantize(stored, GGMLQuantizationType[self.kind])
         except NotImplementedError:
             raise ModelBuildError(
                 f"tensor {self.name!r} is of type {self.kind}, which the package gguf cannot dequantize; give a file "
                 "of another quantization, such as Q4_K_M or Q8_0"
             ) from None
-        return np.asarray(found, dtype=np.float32)
+        return found
 
     def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
         return self.floats().astype(dtype or np.float32, copy=False)
@@ -85,7 +92,7 @@ class StoredWeight:
     @property
     def rows_at_once(self) -> int:
         """Number of rows to dequantize at a time."""
-        return max(1, _CHUNK // max(1, self.shape[-1] if len(self.shape) > 1 else 1))
+        return max(1, _CHUNK // max(1, math.prod(self.shape[1:])))
 
 
 class GgufFile:

@@ -1,5 +1,7 @@
 """Weights of GGUF files in the operators' formats, compared with the dequantization of the package gguf."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -157,3 +159,14 @@ def test_weights_side_by_side(tmp_path, kind):
     np.testing.assert_array_equal(joined.matrix(), np.concatenate([part.matrix() for part in parts], axis=1))
     for other in ("Q4_0", "Q5_0", "Q5_K"):
         assert join_quantized([parts[0], take(stored(other), tmp_path).quantized]) is None
+
+
+@pytest.mark.parametrize("shape", [(8192, 1024), (8, 1024, 1024)])
+def test_dequantizing_takes_little_memory_beside_the_result(shape):
+    weight = StoredWeight("layer", "Q8_0", shape, np.tile(quantized(WEIGHT[:1, :32], "Q8_0"), (*shape[:-1], 32)))
+    tracemalloc.start()
+    floats = weight.floats()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert floats.shape == shape
+    assert peak < 1.5 * floats.nbytes
