@@ -17,6 +17,8 @@ import onnx_ir as ir
 from ortolan.graph_passes.measure.machine import free_memory
 from ortolan.graph_passes.names import ORTOLAN_DOMAIN
 
+from .progress import logger
+
 if TYPE_CHECKING:
     import onnxruntime
 
@@ -42,8 +44,8 @@ def has_huge_pages() -> bool:
 def use_huge_pages(model: ir.Model, options: onnxruntime.SessionOptions) -> list[Any]:
     """Read the weights of Ortolan's operators that are in other files, for the next session with these options.
 
-    The options stay as they are if the weights exceed half of the free memory, or cannot be read. ONNX Runtime then
-    maps the files, or says what is wrong with them.
+    The options stay as they are, and the log says why, if the weights exceed half of the free memory, or cannot be
+    read. ONNX Runtime then maps the files, or says what is wrong with them.
 
     Args:
         model: The model; its external tensors have been checked (load_model).
@@ -56,7 +58,11 @@ def use_huge_pages(model: ir.Model, options: onnxruntime.SessionOptions) -> list
 
     tensors = sorted(_weights(model), key=lambda tensor: (str(tensor.path), tensor.offset or 0))
     starts = np.cumsum([0, *(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)])
-    if not tensors or starts[-1] > free_memory() // _SHARE_OF_FREE_MEMORY:
+    if not tensors:
+        return []
+    free = free_memory()
+    if starts[-1] > free // _SHARE_OF_FREE_MEMORY:
+        logger.info("weights stay mapped: they have %.2f GB, and %.2f GB are free", starts[-1] / 1e9, free / 1e9)
         return []
     try:
         memory = mmap.mmap(-1, int(starts[-1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -65,7 +71,8 @@ def use_huge_pages(model: ir.Model, options: onnxruntime.SessionOptions) -> list
         parts = [whole[start : start + tensor.nbytes] for tensor, start in zip(tensors, starts[:-1], strict=True)]
         for file, ours in groupby(zip(tensors, parts, strict=True), key=lambda pair: Path(pair[0].path)):
             _read(file, list(ours))
-    except (OSError, EOFError):
+    except (OSError, EOFError) as error:
+        logger.info("weights stay mapped: %s", error)
         return []
     held: list[Any] = [memory]
     for tensor, part in zip(tensors, parts, strict=True):

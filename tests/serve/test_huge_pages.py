@@ -88,11 +88,14 @@ def test_the_session_uses_the_memory(model: Path, cache_type: CacheType, setting
 
 
 @needs_huge_pages
-def test_at_most_half_of_the_free_memory_is_used(model: Path, setting, monkeypatch) -> None:
+def test_at_most_half_of_the_free_memory_is_used(model: Path, setting, monkeypatch, caplog) -> None:
     setting("always [madvise] never\n")
+    caplog.set_level("INFO", "ortolan")
     for free, is_read in ((2 * size_of(model), True), (2 * size_of(model) - 1, False)):
         monkeypatch.setattr(huge_pages, "free_memory", lambda free=free: free)
+        caplog.clear()
         assert bool(open_here(model)._weights) == is_read
+        assert ("weights stay mapped" in caplog.text) != is_read
 
 
 def test_a_system_without_huge_pages_maps(model: Path, setting) -> None:
