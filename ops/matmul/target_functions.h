@@ -66,15 +66,15 @@ struct TargetFunctions {
 
   static constexpr int64_t kBlockRows = LoopOf<Simd>::template kBlockRows<Kind>;
   static_assert(kBlockRows <= kMostRowBlock);
-  static constexpr MatMulFunctions kAll{.row_block = kBlockRows,
-                                        .most_inputs = Kind::kMostInputs,
-                                        .packed_row_bytes = &PackedRowBytes,
-                                        .pack = &Pack,
-                                        .multiply = &Multiply,
-                                        .panels_together = LoopOf<Simd>::template Loop<Kind>::kPanelsTogether,
-                                        .speed = LoopOf<Simd>::kSpeed,
-                                        .takes = std::is_same_v<Weight, GroupWeight> ? LoopOf<Simd>::kTakesGroups
-                                                                                     : nullptr};
+  static constexpr MatMulFunctions kAll{
+      .row_block = kBlockRows,
+      .most_inputs = Kind::kMostInputs,
+      .packed_row_bytes = &PackedRowBytes,
+      .pack = &Pack,
+      .multiply = &Multiply,
+      .panels_together = LoopOf<Simd>::template Loop<Kind>::kPanelsTogether,
+      .speed = LoopOf<Simd>::kSpeed,
+      .takes = std::is_same_v<Weight, GroupWeight> ? LoopOf<Simd>::kTakesGroups : nullptr};
 };
 
 // The functions for a weight in any storage of a bitmap format.

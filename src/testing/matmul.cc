@@ -18,8 +18,8 @@ int64_t CheckActivations(const MatMulWeight& w, const CastArray<float>& x, const
   return x.shape(0);
 }
 
-// Returns the kernel of that name, or the best one for m rows. Like plans, passes over kernels that do not multiply all of
-// the weights.
+// Returns the kernel of that name, or the best one for m rows. Like plans, passes over kernels that do not multiply all
+// of the weights.
 const MatMulKernel& FindKernel(std::span<const MatMulKernel> kernels, const KernelName& name, int64_t m,
                                std::initializer_list<const MatMulWeight*> weights) {
   if (!name) return KernelForRows(SupportedKernels(kernels, ActiveFeatures(), weights), m);
