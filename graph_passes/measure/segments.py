@@ -42,11 +42,20 @@ class Segments:
         folder: Path,
         open_model: Callable[[Path], Any] = open_quietly,
         outputs: Sequence[ir.Value] = (),
+        which_feeds: str = "calibration feeds",
     ) -> None:
         """Plan the pieces. Layers in subgraphs are left out, because their inputs cannot become outputs of a piece.
 
-        outputs: The outputs that `answers` returns.
+        Args:
+            model: The model.
+            linears: The layers whose inputs can be recorded.
+            feeds: The feeds to run.
+            folder: A new folder for the pieces and their values.
+            open_model: Opens a session on the file of a piece.
+            outputs: The outputs that `answers` returns: tensors of numbers.
+            which_feeds: The feeds in error messages.
         """
+        self._which_feeds = which_feeds
         self._model, self._feeds, self._folder, self._open = model, feeds, folder, open_model
         order = {node: index for index, node in enumerate(model.graph)}
         first: dict[ir.Value, ir.Node] = {}  # the first consumer of each wanted value
@@ -115,7 +124,12 @@ class Segments:
     ) -> Iterator[list[np.ndarray]]:
         """Run the nodes from `begin` on, and yield the wanted values for each feed.
 
-        crossing: The values that later pieces need; only these stay stored.
+        Args:
+            nodes: The nodes of the graph.
+            order: Positions of the nodes.
+            begin: Position of the first node that may run.
+            wanted: The values to yield.
+            crossing: The values that later pieces need; only these stay stored.
         """
         made = [value for value in dict.fromkeys([*wanted, *crossing]) if self._is_made(value)]
         needed, inputs = self._needed(made, order, begin)
@@ -133,7 +147,7 @@ class Segments:
                     arrays = dict(zip(made, session.run(names, given), strict=True))
                 except Exception as error:  # ONNX Runtime's exceptions share no base class
                     raise CalibrationError(
-                        f"the model does not run on calibration feeds {number + 1}: {one_line(error)}; check their "
+                        f"the model does not run on {self._which_feeds} {number + 1}: {one_line(error)}; check their "
                         "shapes and types"
                     ) from error
             yield [arrays[value] if value in arrays else self._known(value, number, feeds) for value in wanted]

@@ -68,23 +68,29 @@ class StoredWeight:
         Raises:
             ModelBuildError: gguf cannot read the type.
         """
+        stop = self.shape[0] if stop is None else stop
+        if len(self.shape) == 1:  # stored as bytes of blocks, it has no rows to read alone
+            whole = self._dequantized(self.data)
+            return (whole if self.order is None else whole[self.order])[start:stop]
+        found = np.empty((stop - start, *self.shape[1:]), np.float32)
+        for begin in range(start, stop, self.rows_at_once):
+            end = min(stop, begin + self.rows_at_once)
+            found[begin - start : end - start] = self._dequantized(self.stored(begin, end))
+        return found
+
+    def _dequantized(self, stored: np.ndarray) -> np.ndarray:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        stop = self.shape[0] if stop is None else stop
-        found = np.empty((stop - start, *self.shape[1:]), np.float32)
         try:
             with np.errstate(all="ignore"):  # callers check for NaN and infinity
-                for begin in range(start, stop, self.rows_at_once):
-                    end = min(stop, begin + self.rows_at_once)
-                    stored = self.stored(begin, end)
-                    found[begin - start : end - start] = dequantize(stored, GGMLQuantizationType[self.kind])
+                found = dequantize(stored, GGMLQuantizationType[self.kind])
         except NotImplementedError:
             raise ModelBuildError(
                 f"tensor {self.name!r} is of type {self.kind}, which the package gguf cannot dequantize; give a file "
                 "of another quantization, such as Q4_K_M or Q8_0"
             ) from None
-        return found
+        return np.asarray(found, np.float32)
 
     def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
         return self.floats().astype(dtype or np.float32, copy=False)

@@ -8,8 +8,8 @@
 //
 // With fewer than kManyRows rows, bf16 is multiplied by vectors (few_float_rows.h), in the order of sums of the tiles.
 //
-// A sum ends with its group, so a tile product covers inputs of one group only. Groups of 32 use tiles of half the
-// depth, and the sums of each group leave the tiles to be scaled. They are scaled after the products of the next group
+// A sum ends with its group, so a tile product covers inputs of one group only. Groups of 32 (int4 bitmaps) use tiles of
+// half the depth, and the sums of each group leave the tiles to be scaled. They are scaled after the products of the next group
 // are issued: a load right after the store of a tile would wait for it.
 //
 // A kind of weight provides what panel_loop.h requires, except for vector products, and kStoredTiles: whether its
@@ -38,7 +38,8 @@ inline void PadAmxRows(void* packed, int64_t m, int64_t row_bytes) {
   __builtin_memset(static_cast<char*>(packed) + m * row_bytes, 0, static_cast<size_t>(missing * row_bytes));
 }
 
-// Return whether a group fills the depth of a tile. Vectors multiply shorter groups faster (README.md).
+// Return whether a group fills the depth of a tile. Vectors multiply shorter groups faster
+// (../w4a8_matmul/README.md).
 inline bool GroupFillsTile(const MatMulWeight& w) {
   return static_cast<const GroupWeight&>(w).view.group >= kMaxTileColsb;
 }

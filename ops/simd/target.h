@@ -106,7 +106,7 @@
 //     DotInt8OfQuad(sums, a, b, which)      if kDotsOfQuad, in one instruction: DotInt8 with RepeatQuad(b, which)
 //     DotNibblesOfQuad(sums, a, b, which)   the same for DotNibbles
 //
-// If kConvertsInt8, because DotInt8 is slower; the first three also beside tiles:
+// If kConvertsInt8, because DotInt8 is slower. Targets with tiles have the first three too:
 //
 //     EvenBytes(a), OddBytes(a)             bytes 0 and 2, or 1 and 3, of each quad as pairs of int16
 //     MultiplyWords(a, b)                   the low 16 bits of the products of words

@@ -22,9 +22,10 @@ int64_t CheckActivations(const MatMulWeight& w, const CastArray<float>& x, const
 // of the weights.
 const MatMulKernel& FindKernel(std::span<const MatMulKernel> kernels, const KernelName& name, int64_t m,
                                std::initializer_list<const MatMulWeight*> weights) {
-  if (!name) return KernelForRows(SupportedKernels(kernels, ActiveFeatures(), weights), m);
-  const auto from = static_cast<size_t>(&KernelByName(kernels, name) - kernels.data());
-  return *SupportedKernels(kernels.subspan(from), DetectedFeatures(), weights).front();
+  const auto from = name ? static_cast<size_t>(&KernelByName(kernels, name) - kernels.data()) : 0;
+  const auto found = SupportedKernels(kernels.subspan(from), name ? DetectedFeatures() : ActiveFeatures(), weights);
+  Require(!found.empty(), "no kernel multiplies weights of ", (*weights.begin())->k, " inputs");
+  return name ? *found.front() : KernelForRows(found, m);
 }
 
 // Computes y [m, n] = x @ W + bias.

@@ -34,8 +34,8 @@ using KernelName = std::optional<std::string>;
 
 // Returns the named kernel of a table, even if ORTOLAN_ISA excludes it; without a name, the best one for this work.
 template <typename Kernel>
-const Kernel& KernelByName(std::span<const Kernel> kernels, const KernelName& name, Work work = {}) {
-  if (!name) return SelectKernel(kernels, ActiveFeatures(), work);
+const Kernel& KernelByName(std::span<const Kernel> kernels, const KernelName& name) {
+  if (!name) return SelectKernel(kernels, ActiveFeatures());
   std::string known;
   for (const Kernel& kernel : kernels) {
     known += (known.empty() ? "" : ", ") + std::string(kernel.name);

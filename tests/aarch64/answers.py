@@ -26,7 +26,7 @@ from ..recipes.forms import NAMED
 
 LAYERS = ("sparse-int8", "sparse-int4", "sparse-int8-4x1", "int4")
 BF16 = "sparse-bf16"
-BF16_NODE = f"model {BF16}, node "  # see BOUND in check_models.py
+BF16_NODE = f"model {BF16}, node "  # see BOUND in check_models.py, which has it too
 MODELS = (BF16, "sparse-int8", "sparse-int8-4x1", "int4", "sparse-encoder")
 
 # Names of real models in the catalog, and their formats.

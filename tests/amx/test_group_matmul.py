@@ -10,7 +10,7 @@ from ortolan import _native
 from tests.ops.groups import GroupLayer
 assert _native.cpu_info()["isa"] == "amx"
 rng = np.random.default_rng(5)
-for group in (32, 64, 128):
+for group in (64, 128):
     for k in (1, 31, 33, 100, 160, 1100):
         for n in (1, 16, 17, 40, 64):
             for kind in ({"zero_points": False}, {}, {"fractions": True}, {"minimums": True}, {"bits": 8}):
@@ -35,7 +35,7 @@ import numpy as np
 from tests.ops.single_node import assert_same_bits
 from tests.ops.groups import GroupLayer
 rng = np.random.default_rng(6)
-for group in (32, 64, 128):
+for group in (64, 128):
     for offset in ("", "zero_points", "minimums", "8 bits"):
         k, n, m, bits = 8 * group - 5, 40, 20, 8 if offset == "8 bits" else 4
         layer = GroupLayer.random(rng, k, n, group, zero_points=offset == "zero_points", bits=bits)
@@ -58,13 +58,13 @@ from tests.ops.single_node import assert_same_bits, at_odd_address
 from tests.ops.groups import GroupLayer
 rng = np.random.default_rng(8)
 for half in (False, True):
-    layer = GroupLayer.random(rng, 200, 40, 32, half=half)
+    layer = GroupLayer.random(rng, 200, 40, 64, half=half)
     x = rng.standard_normal((20, 200), dtype=np.float32)
     odd = _testing.w4a8_matmul(
         x,
         at_odd_address(_native.pack_int4_group(layer.q)),
         at_odd_address(layer.packed_scales),
-        32,
+        64,
         200,
         40,
         zero_points=at_odd_address(layer.packed_zero_points),
@@ -83,13 +83,13 @@ m, k, n = 40, 1216, 48
 row_tiles, panels = 3, 3
 x = rng.standard_normal((m, k), dtype=np.float32)
 # 8-bit tiles are loaded directly from the weight, 4-bit tiles from the buffer with expanded weights.
-for group, bits in ((group, bits) for group in (32, 64, 128) for bits in (4, 8)):
+for group, bits in ((group, bits) for group in (64, 128) for bits in (4, 8)):
     layer = GroupLayer.random(rng, k, n, group, bits=bits)
     if emulator is None:
         break
     emulator.reset_counts()
     layer.multiply(x, None, "amx")
-    steps = k // min(group, 64)
+    steps = k // 64
     groups = -(-k // group)
     assert emulator.count("tdpbssd") == steps * row_tiles * panels, emulator.counts()
     # x is loaded once per group of panels, and the weight once per group of row tiles.
@@ -102,13 +102,16 @@ for group, bits in ((group, bits) for group in (32, 64, 128) for bits in (4, 8))
 CHECK_DISPATCH = """
 import numpy as np
 from tests.ops.groups import GroupLayer
-layer = GroupLayer.random(np.random.default_rng(9), 64, 16, 32)
-for m, uses_tiles in ((1, False), (15, False), (16, True)):
+for group, bits, m, uses_tiles in (
+    *((group, 4, m, m == 6) for group in (64, 128) for m in (1, 5, 6)),
+    *((group, 8, m, m == 8) for group in (64, 128) for m in (1, 7, 8)),
+    *((32, bits, 64, False) for bits in (4, 8)),  # does not fill a tile
+):
     if emulator is None:
         break
     emulator.reset_counts()
-    layer.multiply(np.ones((m, 64), np.float32))
-    assert (emulator.count("tdpbssd") > 0) == uses_tiles, m
+    GroupLayer.random(np.random.default_rng(9), 128, 16, group, bits=bits).multiply(np.ones((m, 128), np.float32))
+    assert (emulator.count("tdpbssd") > 0) == uses_tiles, (group, bits, m)
 """
 
 CHECK_SUBGROUPS = """
@@ -139,7 +142,7 @@ from tests.ops.groups import GroupLayer
 from tests.ops.single_node import session
 rng = np.random.default_rng(11)
 for bits in (4, 8):
-    layer = GroupLayer.random(rng, 64, 100, 32, scale=0.16 / 2**bits, bits=bits)
+    layer = GroupLayer.random(rng, 64, 100, 64, scale=0.16 / 2**bits, bits=bits)
     for m in (17, 300):
         x, residual = rng.standard_normal((m, 64), dtype=np.float32), rng.standard_normal((m, 100), dtype=np.float32)
         product = session(node_model(layer), library=True).run(None, {"x": x})[0]
@@ -170,7 +173,7 @@ def test_counts_of_tile_instructions_and_release() -> None:
     check(CHECK_COUNTS)
 
 
-def test_few_rows_go_elsewhere() -> None:
+def test_few_rows_and_small_groups_go_elsewhere() -> None:
     check(CHECK_DISPATCH)
 
 

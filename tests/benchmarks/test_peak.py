@@ -11,7 +11,9 @@ TARGETS = [target for target in _testing.simd_lanes() if target != "scalar"]
 @pytest.mark.parametrize("target", TARGETS)
 def test_products_in_registers_are_counted(target):
     lanes = _testing.simd_lanes()[target]
-    for product in set(products_of(target).values()):
+    products = set(products_of(target).values())
+    assert products
+    for product in products:
         one, ten = (_testing.peak(target, product, rounds) for rounds in (1, 10))
         assert ten == 10 * one
         assert one % (lanes * (1 if product == "MultiplyAdd" else 4)) == 0 and one > 0

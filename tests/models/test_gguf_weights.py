@@ -170,3 +170,14 @@ def test_dequantizing_takes_little_memory_beside_the_result(shape):
     tracemalloc.stop()
     assert floats.shape == shape
     assert peak < 1.5 * floats.nbytes
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_vectors(kind):
+    vector = WEIGHT[0]
+    data = quantized(vector, kind)
+    weight = StoredWeight("norm", kind, vector.shape, data)
+    np.testing.assert_allclose(weight.floats(), vector, rtol=2**-8)
+    np.testing.assert_array_equal(weight.floats(3, 100), weight.floats()[3:100])
+    order = RNG.permutation(len(vector))
+    np.testing.assert_array_equal(weight.reordered(order).floats(), weight.floats()[order])

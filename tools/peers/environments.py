@@ -60,8 +60,8 @@ def _variables(peer: str) -> Mapping[str, str]:
 
     llama.cpp is compiled by clang if it is installed (packages clang-16 and libomp-16-dev of Debian): GCC 12 to 15
     remove ggml's stores to memory that only AMX instructions read, such as the tile configuration, so dead store
-    elimination is off with GCC. ik_llama.cpp has no AMX instructions, and clang 16 crashes on
-    its bf16 code, so the default compiler compiles it.
+    elimination is off with GCC. ik_llama.cpp has no AMX instructions, and clang 16 crashes on its bf16 code, so the
+    default compiler compiles it.
     """
     variables = dict(_COMPILED.get(peer, {}))
     if peer != "llama.cpp":

@@ -131,7 +131,7 @@ def _of_group(section: str, model: str, rows: Sequence[Row]) -> Iterator[Verdict
     ours = [row for row in rows if row.ours and _judged(row) and RULES[section].good(row)]
     best: dict[str, Row] = {}
     for work, threads in works_of(rows):
-        chosen = [row for row in ours if _serves(row, work)]
+        chosen = [row for row in ours if _counts_for(row, work)]
         compared = [one for row in chosen if (one := _speed_verdict(row, rows, work, threads))]
         if compared:
             # A work with a peer is preferred to one without.
@@ -148,8 +148,8 @@ def _of_group(section: str, model: str, rows: Sequence[Row]) -> Iterator[Verdict
             yield _least(row, timed, "load time", "s", lambda one: one.load_seconds or 0.0)
 
 
-def _serves(row: Row, work: str) -> bool:
-    """Return False for several requests one after the other: the engine answers them together."""
+def _counts_for(row: Row, work: str) -> bool:
+    """Return whether a row is compared at a work. One by one, only single requests are: the engine joins others."""
     return row.name != ONE_AT_A_TIME or work.startswith("1 request,")
 
 

@@ -53,7 +53,7 @@ def keep_reference(model: ir.Model, context: PassContext) -> None:
 
 
 def _in_pieces(model: ir.Model, context: PassContext) -> Reference:
-    """Run a large model piece by piece, each with a file of its weights: whole, they would be as large as in float32.
+    """Run a large model piece by piece. The whole model would need a file as large as its weights in float32.
 
     Tokens are not decoded one by one, so verify_decoded reports their error and does not limit it.
     """
@@ -62,13 +62,14 @@ def _in_pieces(model: ir.Model, context: PassContext) -> Reference:
     context.release()
     open_piece = partial(open_quietly, source=context.source, library=not context.portable, in_float=True)
     folder = evidence.new_folder() / "pieces"
-    with Segments(model, list(linears_in(model)), feeds, folder, open_piece, model.graph.outputs) as pieces:
+    outputs, which = model.graph.outputs, "the inputs to verify"
+    with Segments(model, list(linears_in(model)), feeds, folder, open_piece, outputs, which) as pieces:
         try:
             for _ in pieces.run(lambda value, array: None):
                 context.release()
             return Reference([keep(only_numbers(one), evidence.folder) for one in pieces.answers()], None)
         except CalibrationError as error:
-            raise VerificationError(f"the model before its layers were replaced: {error}; nothing was saved") from error
+            raise VerificationError(f"before its layers were replaced, {error}; nothing was saved") from error
 
 
 def _whole(model: ir.Model, context: PassContext) -> Reference:
