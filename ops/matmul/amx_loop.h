@@ -8,9 +8,9 @@
 //
 // With fewer than kManyRows rows, bf16 is multiplied by vectors (few_float_rows.h), in the order of sums of the tiles.
 //
-// A sum ends with its group, so a tile product covers inputs of one group only. Groups of 32 (int4 bitmaps) use tiles of
-// half the depth, and the sums of each group leave the tiles to be scaled. They are scaled after the products of the next group
-// are issued: a load right after the store of a tile would wait for it.
+// A sum ends with its group, so a tile product covers inputs of one group only. Groups of 32 (int4 bitmaps) use tiles
+// of half the depth, and the sums of each group leave the tiles to be scaled. They are scaled after the products of the
+// next group are issued: a load right after the store of a tile would wait for it.
 //
 // A kind of weight provides what panel_loop.h requires, except for vector products, and kStoredTiles: whether its
 // stored rows are rows of B tiles.
