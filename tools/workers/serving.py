@@ -205,7 +205,6 @@ class OrtolanEngine(ServingEngine):
         paged = importlib.import_module("ortolan.engine.model").PagedModel
         # Its session has the options of `ort_options`.
         self._open = partial(paged.open, model, threads=threads, cache_type=cache_type)
-        self._block_bytes = self._open().block_bytes
         self._engine: Any = None
         self._make_pools([self.block_tokens])
 
@@ -214,7 +213,7 @@ class OrtolanEngine(ServingEngine):
         self._blocks = [-(-length // self.block_tokens) for length in lengths]
         self._model: Any = None
         gc.collect()  # a closed engine is in a cycle of references; its model would count to the peak memory
-        self._model = self._open(cache_bytes=sum(self._blocks) * self._block_bytes)
+        self._model = self._open(blocks=sum(self._blocks))
 
     def make_room(self, tokens: int) -> None:
         """Make an empty cache for one sequence."""
