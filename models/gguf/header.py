@@ -104,9 +104,10 @@ def _check(cursor: _Cursor, tell_architecture: Callable[[str], None]) -> None:
     alignment = _ALIGNMENT
     for _ in range(pairs):
         key = cursor.text("a name in the metadata")
-        kind = cursor.number("I", f"{key!r}")
+        what = repr(key.decode(errors="replace"))
+        kind = cursor.number("I", what)
         before = cursor.position
-        _skip_value(cursor, kind, f"{key!r}")
+        _skip_value(cursor, kind, what)
         if key == _ARCHITECTURE_KEY and kind == _STRING:
             tell_architecture(cursor.data[before + _LENGTH_BYTES : cursor.position].decode(errors="replace"))
         if key == _ALIGNMENT_KEY:

@@ -10,6 +10,7 @@ import sys
 
 try:
     import json
+    import signal
     from collections.abc import Callable, Iterable, Sequence
     from io import TextIOWrapper
     from pathlib import Path
@@ -81,6 +82,8 @@ def main() -> None:
         if isinstance(stream, TextIOWrapper):
             # Names of files and layers may have characters that a C locale cannot print.
             stream.reconfigure(errors="backslashreplace")
+    # Containers, systemd and `timeout` end a program by SIGTERM. It leaves no files, as after Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app()
     except KeyboardInterrupt:  # interrupted before the command began

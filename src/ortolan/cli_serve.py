@@ -37,9 +37,9 @@ class CacheTypes(StrEnum):
 Folder = Annotated[
     Path,
     typer.Argument(
-        metavar="FOLDER",
-        help="A folder with a model, or a .gguf file. A decoder is converted to the form for serving once, into the "
-        "cache folder.",
+        metavar="MODEL",
+        help="A folder with a model, or a .gguf or .onnx file. A decoder is converted to the form for serving once, "
+        "into the cache folder.",
         show_default=False,
     ),
 ]

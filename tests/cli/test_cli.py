@@ -367,7 +367,8 @@ def test_python_m_ortolan():
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("ortolan ")
 
 
-def test_an_interrupt_leaves_nothing_and_exits_with_130(mlp_path, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_nothing_and_exits_with_130(mlp_path, tmp_path, number):
     code = (
         "import time, ortolan, ortolan.cli\n"
         "def slow(*arguments, **options):\n"
@@ -379,7 +380,7 @@ def test_an_interrupt_leaves_nothing_and_exits_with_130(mlp_path, tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "started\n"
         time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         stdout, stderr = process.communicate(timeout=300)
     assert (process.returncode, stdout) == (130, "")
     assert stderr == "ortolan: interrupted, nothing was written\n"
@@ -527,6 +528,9 @@ def test_an_interrupted_bench_prints_what_it_has(invoke, monkeypatch):
 def shared(path):
     document = json.loads(path.read_text())
     assert document["cpu"] == ortolan.cpu_info()
+    assert document["cpu_model"].keys() == (
+        {"family", "model", "stepping"} if platform.machine() == "x86_64" else set()
+    )
     assert document["versions"]["ortolan"] == ortolan.__version__
     assert (document["machine"], document["cores"]) == (platform.machine(), os.cpu_count())
     return document["benchmarks"]

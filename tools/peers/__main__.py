@@ -64,7 +64,9 @@ _MODELS: Mapping[str, Sequence[str]] = {
 
 def read_arguments() -> argparse.Namespace:
     """Return the command line's arguments; exit with a message for invalid ones."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     sections = parser.add_argument(
         "sections", nargs="*", metavar="SECTION", help=f"{', '.join(SECTIONS)}; default: all"
     )

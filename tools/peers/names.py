@@ -72,6 +72,9 @@ _WORKS: Mapping[str, str] = {
     "mixed 8-256, sorted": "the same, sorted by length",
     "STS-B": "STS-B sentences",
     "decode": "decode",
+    "16 requests": "16 requests at once",
+    "16 requests, prompts": "prompts of 16 requests at once",
+    "16 requests, whole": "16 requests at once, whole answers",
 }
 
 

@@ -8,6 +8,7 @@ DOCS/pictures/KIND/. DOCS/results.md shows the newest result of each kind of CPU
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,9 +16,9 @@ from pathlib import Path
 from ortolan.errors import OrtolanError
 
 from . import page, pictures
-from .names import cpu_kind, cpu_label, form_label, work_label
+from .names import MODELS, cpu_kind, cpu_label, form_label, work_label
 from .result import PeersResult
-from .verdict import DECODERS, ENCODERS, SPARSE_ENCODERS, Verdict, verdicts
+from .verdict import DECODERS, ENCODERS, SERVING, SIZES, SPARSE_ENCODERS, Verdict, verdicts
 
 # Kinds of CPU in the order of the tabs.
 KINDS = ("AMX", "AVX-512", "AVX2")
@@ -26,6 +27,8 @@ _ROWS = (
     (ENCODERS, "all-minilm-l6-v2", ("1x16", "1x128", "8x64", "mixed 8-256", "mixed 8-256, sorted", "STS-B")),
     (SPARSE_ENCODERS, "all-minilm-l6-v2, 80 %", ("1x128", "mixed 8-256")),
     (DECODERS, "smollm2-135m-instruct", ("prompt 128", "prompt 1024", "decode", "step at 4096", "step at 16384")),
+    (SERVING, "smollm2-135m-instruct", ("16 requests, prompts", "16 requests, whole")),
+    (SIZES, "qwen2.5-1.5b", ("prompt 128", "decode", "16 requests")),
 )
 
 
@@ -80,8 +83,9 @@ def _tab(kind: str, path: Path) -> dict[str, object]:
 
 
 def _label(section: str, model: str, work: str) -> str:
-    zeros = model.partition(", ")[2]
-    return f"{zeros} zeros: {work_label(work)}" if section == SPARSE_ENCODERS else work_label(work)
+    if section == SPARSE_ENCODERS:
+        return f"{model.partition(', ')[2]} zeros: {work_label(work)}"
+    return f"{MODELS[model]}: {work_label(work)}" if section == SIZES else work_label(work)
 
 
 def _cells(label: str, one: Verdict) -> dict[str, str]:
@@ -112,10 +116,13 @@ def write_all(docs: Path) -> None:
 
 def main() -> None:
     """Run the command."""
-    if len(sys.argv) != 2 or not Path(sys.argv[1], "measurements", "data").is_dir():
-        sys.exit("usage: python -m tools.peers.site DOCS, a folder with measurements/data/peers-KIND-DATE.json")
+    parser = argparse.ArgumentParser(prog="python -m tools.peers.site", description=__doc__.splitlines()[0])
+    parser.add_argument("docs", type=Path, help="a folder with measurements/data/peers-KIND-DATE.json")
+    docs = parser.parse_args().docs
+    if not (docs / "measurements" / "data").is_dir():
+        parser.error(f"{docs} has no folder measurements/data")
     try:
-        write_all(Path(sys.argv[1]))
+        write_all(docs)
     except OrtolanError as error:
         sys.exit(f"error: {error}")
 
