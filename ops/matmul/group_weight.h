@@ -51,8 +51,8 @@ struct GroupWeight : MatMulWeight {
   int64_t ChunkInputs() const { return view.group < kGroupChunkInputs ? view.group : kGroupChunkInputs; }
   // Return whether groups need s_ig S_ig: for minimums and fractional zero points.
   bool TakesScaledSums() const { return view.minimums != nullptr || view.HasFractions(); }
-  // k padded to whole tiles, two values per group (three with scaled sums) and one per chunk; a multiple of 64. Inlined,
-  // because the linker could keep a copy that was compiled for another CPU.
+  // k padded to whole tiles, two values per group (three with scaled sums) and one per chunk; a multiple of 64.
+  // Inlined, because the linker could keep a copy that was compiled for another CPU.
   __attribute__((always_inline)) int64_t PackedRowBytes() const {
     static_assert(kInt4Bitmap.PaddedK(1) == kInt8Bitmap.PaddedK(1));
     const int64_t padded_k = kInt8Bitmap.PaddedK(k);
