@@ -23,7 +23,7 @@ from ortolan import _native
 from .bare_kernels import required_kernels
 
 _VECTORS = {"bf16": "MultiplyAdd", "int8": "DotInt8", "int4 g32": "DotNibbles", "int4 g128": "DotNibbles"}
-_TILES = {"bf16": "TileDpBf16", "int8": "TileDpBssd", "int4 g32": "TileDpBssd", "int4 g128": "TileDpBssd"}
+_TILES = {"bf16": "TileDpBf16", "int8": "TileDpBssd", "int4 g128": "TileDpBssd"}  # groups of 32 take no tiles
 _PEAK_ROUNDS = 200_000
 
 Run = Callable[[], object]
@@ -50,7 +50,7 @@ def kernels(m: int, k: int, n: int, target: str) -> dict[str, Run]:
         found["int8"] = partial(testing.sparse_amx_matmul_int8, x, *int8, ones, k, n, kernel=target)
     if any(row["name"] == target for row in testing.w4a8_matmul_kernels()):
         int4 = _native.pack_int4_group(rng.integers(0, 16, (k, n), np.uint8))
-        for group in (32, 128):
+        for group in (128,) if target == "amx" else (32, 128):
             scales = np.ones((panels, -(-k // group), 16), np.float32)
             found[f"int4 g{group}"] = partial(testing.w4a8_matmul, x, int4, scales, group, k, n, kernel=target)
     return found

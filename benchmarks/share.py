@@ -44,10 +44,10 @@ def share_json(results: Mapping[str, Result]) -> str:
     return json.dumps(document, indent=2)
 
 
-def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, int]:
+def _cpu_model() -> dict[str, int]:
     """Return family, model and stepping of the first CPU; empty where Linux does not list them."""
     try:
-        first = cpuinfo.read_text(encoding="utf-8").partition("\n\n")[0]
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
     except OSError:
         return {}
     pairs = dict(line.replace("\t", "").split(":", 1) for line in first.splitlines() if ":" in line)

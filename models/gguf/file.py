@@ -69,7 +69,7 @@ class StoredWeight:
             ModelBuildError: gguf cannot read the type.
         """
         stop = self.shape[0] if stop is None else stop
-        if len(self.shape) == 1:  # stored as bytes of blocks, it has no rows to read alone
+        if len(self.shape) == 1:  # data may be bytes, which indices of values do not fit
             whole = self._dequantized(self.data)
             return (whole if self.order is None else whole[self.order])[start:stop]
         found = np.empty((stop - start, *self.shape[1:]), np.float32)

@@ -62,7 +62,7 @@ def _in_pieces(model: ir.Model, context: PassContext) -> Reference:
     context.release()
     open_piece = partial(open_quietly, source=context.source, library=not context.portable, in_float=True)
     folder = evidence.new_folder() / "pieces"
-    outputs, which = model.graph.outputs, "the inputs to verify"
+    outputs, which = model.graph.outputs, "verification inputs"
     with Segments(model, list(linears_in(model)), feeds, folder, open_piece, outputs, which) as pieces:
         try:
             for _ in pieces.run(lambda value, array: None):

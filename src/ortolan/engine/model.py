@@ -159,8 +159,7 @@ class PagedModel:
                 about half the memory.
             blocks: As for the constructor.
             share_weights: Map the files of the weights, so that processes share this memory. By default, weights of
-                at most half of the free memory are read into huge pages, where decoding is 1.1 times as fast, if
-                Linux has them.
+                at most half of the free memory are read into huge pages, where decoding is faster, if Linux has them.
 
         Raises:
             SessionError: The model cannot be opened.
