@@ -121,6 +121,9 @@ def configurations_for(job: Job, source: Source) -> Iterator[Configuration]:
     for cache_type in job.cache_types:
         name = "Ortolan, engine" if cache_type == "bfloat16" else f"Ortolan, engine, {cache_type} cache"
         yield Configuration(name, "ortolan", source.gguf, {"cache_type": cache_type}, ours=True)
+    if source.decoder is not None:
+        options = {"cache_type": "bfloat16", "weights": "int8"}
+        yield Configuration("Ortolan, engine, int8", "ortolan", source.decoder.onnx, options, ours=True)
     yield Configuration(ONE_AT_A_TIME, "ortolan-decoder", source.gguf, ours=True)
     if (python := job.pythons.get("llama.cpp")) is not None:
         for form in (None, *LLAMA_CPP_FORMS):

@@ -29,12 +29,12 @@ import numpy as np
 
 if TYPE_CHECKING:
     from .decoder_engine import DecoderEngine, Part, any_ids
-    from .engine import Engine, EngineWorker, Made, megabytes, ort_options, with_data
+    from .engine import Engine, EngineWorker, Made, arguments, megabytes, ort_options, with_data
     from .llama_cpp_decoder import IkLlamaCpp, LlamaCpp
     from .openvino_decoder import OpenVinoGenAi
 else:
     from decoder_engine import DecoderEngine, Part, any_ids
-    from engine import Engine, EngineWorker, Made, megabytes, ort_options, with_data
+    from engine import Engine, EngineWorker, Made, arguments, megabytes, ort_options, with_data
     from llama_cpp_decoder import IkLlamaCpp, LlamaCpp
     from openvino_decoder import OpenVinoGenAi
 
@@ -105,7 +105,7 @@ class OnnxRuntime(_Onnx):
         if nbits is not None:
             source, model = model, folder / "model.onnx"
             importlib.import_module("ortolan.benchmarks.matmul_nbits").make_matmul_nbits(source, model, **nbits)
-            steps.append(f"MatMulNBitsQuantizer({_arguments(nbits)})")
+            steps.append(f"MatMulNBitsQuantizer({arguments(nbits)})")
         if cache_ids is not None:
             if nbits is None:
                 raise ValueError("`cache_ids` needs `nbits`: only files made here get an int8 cache")
@@ -138,7 +138,7 @@ class Ortolan(_Onnx):
             made.parent.mkdir()
             ortolan.optimize_onnx(model, made, **options)
             shown = {name: Path(value).name if name in _FILES else value for name, value in options.items()}
-            call = f"ortolan.optimize_onnx(model, out, {_arguments(shown)})"
+            call = f"ortolan.optimize_onnx(model, out, {arguments(shown)})"
         return Made({"model": str(made)}, f"{call}; generate.Decoder(create_session(out))", megabytes(*with_data(made)))
 
     def _open(self, model: str, threads: int) -> Any:
@@ -417,10 +417,6 @@ class MistralRs(DecoderEngine):
 
     def _text(self, ids: Sequence[int]) -> str:
         return str(self._runner.detokenize_text(list(ids), skip_special_tokens=False))
-
-
-def _arguments(given: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in given.items())
 
 
 class Worker(EngineWorker):

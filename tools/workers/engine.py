@@ -187,6 +187,11 @@ def ort_options(options: Any, threads: int) -> Any:
     return options
 
 
+def arguments(given: Mapping[str, Any]) -> str:
+    """Return arguments as they are written in a call."""
+    return ", ".join(f"{name}={value!r}" for name, value in given.items())
+
+
 def megabytes(*paths: Path) -> float:
     """Return the size of the files in MB."""
     return sum(path.stat().st_size for path in paths if path.is_file()) / 1e6

@@ -23,10 +23,10 @@ import numpy as np
 
 if TYPE_CHECKING:
     from . import ggml
-    from .engine import Engine, EngineWorker, Made, megabytes, with_data
+    from .engine import Engine, EngineWorker, Made, arguments, megabytes, with_data
 else:
     import ggml
-    from engine import Engine, EngineWorker, Made, megabytes, with_data
+    from engine import Engine, EngineWorker, Made, arguments, megabytes, with_data
 
 _PACKED_FOR = 128  # number of rows, on which oneDNN's layout may depend
 _WEIGHT_BYTES = 128  # smaller constants are shapes
@@ -108,7 +108,7 @@ class OnnxRuntime(OnnxLayers):
             quantizer = quantizers.MatMulNBitsQuantizer(onnx.load(source), **settings)
             quantizer.process()
             onnx.save(quantizer.model.model, path)
-            call = f"MatMulNBitsQuantizer({_arguments(settings)})"
+            call = f"MatMulNBitsQuantizer({arguments(settings)})"
         elif form == "int8":
             quantization = importlib.import_module("onnxruntime.quantization")
             quantization.quantize_dynamic(source, folder / "dynamic.onnx", per_channel=True)
@@ -130,7 +130,7 @@ class Ortolan(OnnxLayers):
         ortolan, choices = importlib.import_module("ortolan"), options["choices"]
         source, path = one_layer(model, folder / "fp32.onnx"), folder / "layer.onnx"
         ortolan.optimize_onnx(source, path, **choices)
-        return Made({"path": str(path)}, f"optimize_onnx({_arguments(choices)})", megabytes(*with_data(path)))
+        return Made({"path": str(path)}, f"optimize_onnx({arguments(choices)})", megabytes(*with_data(path)))
 
 
 def one_layer(weights: Path, path: Path) -> Path:
@@ -171,10 +171,6 @@ def _fuse(path: Path, target: Path) -> None:
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(target)
     ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-
-
-def _arguments(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in settings.items())
 
 
 class Torch(LayersEngine):
@@ -329,7 +325,7 @@ class OpenVino(LayersEngine):
                 settings = {"group_size": options["group_size"], "ratio": 1.0, "all_layers": True}
             mode = nncf.CompressWeightsMode[options["weights"]]
             network = nncf.compress_weights(network, mode=mode, **settings)
-            call = f"nncf.compress_weights({_arguments({'mode': options['weights'], **settings})}), save_model"
+            call = f"nncf.compress_weights({arguments({'mode': options['weights'], **settings})}), save_model"
         ov.save_model(network, str(path))
         call = f"{call}, compile_model(xml, 'CPU', {cls._settings('threads', options['settings'])})"
         opened = {"path": str(path), "settings": options["settings"]}

@@ -34,13 +34,13 @@ import numpy as np
 if TYPE_CHECKING:
     from .decoder_engine import DecoderEngine, Part
     from .decoders import GenAi, Ortolan
-    from .engine import Engine, EngineWorker, Made, forget_peak, megabytes, peak_megabytes, with_data
+    from .engine import Engine, EngineWorker, Made, arguments, forget_peak, megabytes, peak_megabytes, with_data
     from .llama_cpp_decoder import IkLlamaCpp, LlamaCpp
     from .openvino_decoder import OpenVinoGenAi
 else:
     from decoder_engine import DecoderEngine, Part
     from decoders import GenAi, Ortolan
-    from engine import Engine, EngineWorker, Made, forget_peak, megabytes, peak_megabytes, with_data
+    from engine import Engine, EngineWorker, Made, arguments, forget_peak, megabytes, peak_megabytes, with_data
     from llama_cpp_decoder import IkLlamaCpp, LlamaCpp
     from openvino_decoder import OpenVinoGenAi
 
@@ -178,7 +178,7 @@ class GenAiOneByOne(_OneByOne, GenAi):
 
 
 class OrtolanEngine(ServingEngine):
-    """ortolan.engine (ortolan). The model is a GGUF file to import."""
+    """ortolan.engine (ortolan). The model is a GGUF file to import, or an ONNX file to optimize."""
 
     packages = ("ortolan", "onnxruntime")
     modules = ("onnxruntime", "ortolan.engine", "ortolan.engine.model", "ortolan.engine.sampling")
@@ -187,18 +187,21 @@ class OrtolanEngine(ServingEngine):
 
     @classmethod
     def make(cls, model: Path, folder: Path, threads: int, **options: Any) -> Made:
-        """Import the file. Option `cache_type`: the type of keys and values."""
+        """Import or optimize the file. options: `cache_type` of keys and values, and arguments of optimize_onnx."""
+        ortolan = importlib.import_module("ortolan")
         cache_type = options.pop("cache_type")
-        if options:
-            raise ValueError(f"unknown options {', '.join(options)}; a GGUF file is imported as it is")
-        made = folder / "made"
-        importlib.import_module("ortolan").import_gguf(model, made, serve=True)
-        call = (
-            f"ortolan.import_gguf({model.name!r}, folder, serve=True); "
-            f"engine.Engine(PagedModel.open(folder, cache_type={cache_type!r})).submit"
-        )
-        opened = {"model": str(made / "model.onnx"), "cache_type": cache_type}
-        return Made(opened, call, megabytes(*with_data(made / "model.onnx")))
+        made = folder / "made" / "model.onnx"
+        if model.suffix == ".gguf":
+            if options:
+                raise ValueError(f"unknown options {', '.join(options)}; a GGUF file is imported as it is")
+            ortolan.import_gguf(model, made.parent, serve=True)
+            call = f"ortolan.import_gguf({model.name!r}, folder, serve=True)"
+        else:
+            made.parent.mkdir()
+            ortolan.optimize_onnx(model, made, serve=True, **options)
+            call = f"ortolan.optimize_onnx(model, out, serve=True, {arguments(options)})"
+        call += f"; engine.Engine(PagedModel.open(out, cache_type={cache_type!r})).submit"
+        return Made({"model": str(made), "cache_type": cache_type}, call, megabytes(*with_data(made)))
 
     def __init__(self, threads: int, model: str, cache_type: str) -> None:
         self._engines = importlib.import_module("ortolan.engine")

@@ -39,7 +39,9 @@ def load_graph(path: Path) -> Any:
     try:
         model = ir.load(file)
     except Exception as error:  # of protobuf and onnx_ir, which have no common type
-        raise ModelError(f"model {str(file)!r} cannot be read: {error}") from None
+        raise ModelError(
+            f"{str(file)!r} cannot be read as an ONNX model ({error}); expected an ONNX or a GGUF file"
+        ) from None
     if not model.graph.inputs:
         raise ModelError(f"{str(file)!r} is not an ONNX model: it has no inputs")
     return model
