@@ -333,9 +333,13 @@ def _mistralrs(job: Job, source: Source) -> Iterator[Configuration]:
 def _mixed_bits(job: Job, source: Source) -> Iterator[Configuration]:
     """Yield layers in 4 to 8 bits, with as many bytes as a file of llama.cpp that mixes bits as well.
 
+    Weights that come from a GGUF file of 4 bits gain nothing by more, so the file would be the one of "int4".
+
     Raises:
         WorkerError: llama.cpp does not take part or cannot make the file.
     """
+    if source.form is not None:
+        return
     for form, made in files_of_llama_cpp(job, source.gguf, MIXED_FORMS, "bytes of "):
         options = {"weights": "int4", "max_bytes": os.path.getsize(made["opened"]["model"])}
         yield Configuration(f"Ortolan 4 to 8 bits, bytes of {form}", "ortolan", source.last, options, ours=True)

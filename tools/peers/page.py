@@ -25,7 +25,7 @@ PICTURE_TEXTS: Mapping[str, str] = {
     "shapes": "Encoder speed by batch shape",
 }
 _Table = tuple[list[str], list[list[str]]]  # columns and lines
-EXPLANATION = f" {MARK}: older than Ortolan's code."
+EXPLANATION = f" {MARK}: measured with an older version of Ortolan's kernels or engine."
 _DIGITS = {"cosine": 4, "Spearman": 4, "nDCG@10": 4, "perplexity": 2, "error": 4}
 
 
@@ -87,15 +87,21 @@ def _compared_cells(one: Verdict, several: bool) -> list[str]:
     return [
         _model(one.model),
         f"{one.work} ({one.threads})" if several else one.work,
-        _form(one.ours),
+        form_of(one.ours),
         figure(one.our_value),
         form_label(one.peer),
         figure(one.peer_value),
         f"**{one.ratio:.2f}**",
+        by_medians(one),
     ]
 
 
-def _form(row: Row) -> str:
+def by_medians(one: Verdict) -> str:
+    """Return the ratio by median times, or "-"."""
+    return "-" if one.by_medians is None else f"{one.by_medians:.2f}"
+
+
+def form_of(row: Row) -> str:
     """Return the name of one of Ortolan's configurations without "Ortolan"."""
     return row.name.removeprefix("Ortolan").strip(", ") if row.ours else row.name
 

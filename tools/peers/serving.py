@@ -31,7 +31,7 @@ from .comparison import Found, Job, Judge, LeaveOut, Work, compare, open_all, re
 from .configuration import Configuration, Runner, speed_of
 from .result import Measure, PeersResult, Row
 from .serving_times import MIXED, ONE_BY_ONE, Run, percentile
-from .verdict import ONE_AT_A_TIME
+from .verdict import ONE_AT_A_TIME, ONE_AT_A_TIME_ENGINE
 
 SECTION, SCRIPT = "serving", "serving.py"
 MODELS = (decoders.SMOLLM2,)
@@ -124,7 +124,7 @@ def configurations_for(job: Job, source: Source) -> Iterator[Configuration]:
     if source.decoder is not None:
         options = {"cache_type": "bfloat16", "weights": "int8"}
         yield Configuration("Ortolan, engine, int8", "ortolan", source.decoder.onnx, options, ours=True)
-    yield Configuration(ONE_AT_A_TIME, "ortolan-decoder", source.gguf, ours=True)
+    yield Configuration(ONE_AT_A_TIME, ONE_AT_A_TIME_ENGINE, source.gguf, ours=True)
     if (python := job.pythons.get("llama.cpp")) is not None:
         for form in (None, *LLAMA_CPP_FORMS):
             for name, unified in (("one cache", True), ("caches apart", False)):

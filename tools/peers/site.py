@@ -16,6 +16,7 @@ from pathlib import Path
 from ortolan.errors import OrtolanError
 
 from . import page, pictures
+from .freshness import marked
 from .names import MODELS, cpu_kind, cpu_label, form_label, work_label
 from .result import PeersResult
 from .verdict import DECODERS, ENCODERS, SERVING, SIZES, SPARSE_ENCODERS, Verdict, verdicts
@@ -64,7 +65,7 @@ def results_page(docs: Path) -> str:
 
 
 def _tab(kind: str, path: Path) -> dict[str, object]:
-    result = read(path)
+    result = marked(read(path))
     found = {(one.section, one.model, one.work): one for one in verdicts(result) if one.threads == pictures.THREADS}
     rows = [
         (_label(section, model, work), one)
@@ -92,10 +93,11 @@ def _cells(label: str, one: Verdict) -> dict[str, str]:
     assert one.peer is not None and one.peer_value is not None
     return {
         "label": label,
-        "ours": page.figure(one.our_value),
+        "ours": f"{page.figure(one.our_value)}, {page.form_of(one.ours)}",
         "peer": page.figure(one.peer_value),
         "name": form_label(one.peer),
         "ratio": f"{one.ratio:.2f}",
+        "by_medians": page.by_medians(one),
     }
 
 

@@ -18,6 +18,7 @@ SECTIONS = (ENCODERS, SPARSE_ENCODERS, DECODERS, LAYERS, SERVING, SIZES)
 LONG_STEP = "step at 16384"
 COSINE = 0.99  # to the fp32 vectors: encoders at or above it count as equal; Ortolan rows below it are not compared
 ONE_AT_A_TIME = "Ortolan, one by one"  # a row of section "serving"
+ONE_AT_A_TIME_ENGINE = "ortolan-decoder"
 _PERPLEXITY = 1.01  # largest ratio to Ortolan's perplexity that counts as equal
 _ERROR = 1.1  # largest ratio to Ortolan's error that counts as equal
 _CHANGED = 0.05  # smallest relative change of a speed that `changes` reports
@@ -93,7 +94,8 @@ class Verdict:
     """A comparison at one work.
 
     Values are in `unit`; for "s" and "MB" less is better. `peer` and `peer_value` are None without a peer of equal
-    quality; `threads` is None for load time and file size.
+    quality; `threads` is None for load time and file size. Speeds are by the shortest times. `by_medians` is the ratio
+    by the median times.
     """
 
     section: str
@@ -106,6 +108,7 @@ class Verdict:
     peer_value: float | None
     unit: str
     goal: float
+    by_medians: float | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -150,7 +153,7 @@ def _of_group(section: str, model: str, rows: Sequence[Row]) -> Iterator[Verdict
 
 def _counts_for(row: Row, work: str) -> bool:
     """Return whether a row is compared at a work. One by one, only single requests are: the engine joins others."""
-    return row.name != ONE_AT_A_TIME or work.startswith("1 request,")
+    return row.engine != ONE_AT_A_TIME_ENGINE or work.startswith("1 request,")
 
 
 def _judged(row: Row) -> bool:
@@ -183,7 +186,7 @@ def _speed_verdict(ours: Row, rows: Sequence[Row], work: str, threads: int) -> V
     peer, its = max(timed, key=lambda pair: pair[1].best, default=(None, None))
     return Verdict(
         ours.section, ours.model, work, threads, ours, peer, speed.best, None if its is None else its.best, speed.unit,
-        goal_of(ours.section, work),
+        goal_of(ours.section, work), None if its is None else speed.median / its.median,
     )  # fmt: skip
 
 
