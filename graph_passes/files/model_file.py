@@ -136,6 +136,11 @@ def _other_weights(folder: Path) -> str:
     return "; export a model to ONNX first: optimum-cli export onnx --model MODEL FOLDER"
 
 
+def not_a_model(path: Path, size: int) -> str:
+    """Return the message for a file of `size` bytes that is not a protobuf message."""
+    return f"{str(path)!r} is not an ONNX model, or it is cut short: its {size} bytes are not a protobuf message"
+
+
 def _read_proto(path: Path) -> onnx.ModelProto:
     if path.exists() and not path.is_file():
         raise ModelError(f"{str(path)!r} is not a regular file, expected an ONNX file; write the model to a file first")
@@ -158,10 +163,7 @@ def _read_proto(path: Path) -> onnx.ModelProto:
     try:
         proto: onnx.ModelProto = onnx.ModelProto.FromString(content)
     except DecodeError:
-        raise ModelError(
-            f"{str(path)!r} is not an ONNX model, or it is cut short: its {len(content)} bytes are not a "
-            f"protobuf message{advice}"
-        ) from None
+        raise ModelError(f"{not_a_model(path, len(content))}{advice}") from None
     if not proto.HasField("graph") or not proto.opset_import:
         raise ModelError(f"{str(path)!r} is not an ONNX model: it holds no graph or no opset{advice}")
     return proto

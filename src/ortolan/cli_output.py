@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _PIPED_WIDTH = 10_000  # width of tables in a file or pipe: names must not be wrapped, so that grep finds them
 _WIDEST = 120  # upper limit for the width of text, because longer lines are hard to read
+_FIRST_LINE_SECONDS, _LINE_SECONDS = 10, 30  # between lines of progress without a terminal
 
 
 def print_result(result: Any, as_json: bool, verbose: int = 0) -> None:
@@ -65,16 +67,33 @@ def make_console(stderr: bool = False) -> Console:
     return console
 
 
+def progress_lines() -> Progress:
+    """Return a callback progress(stage, done, total) that prints a line on stderr every 30 s, the first after 10 s."""
+    due = time.monotonic() + _FIRST_LINE_SECONDS
+
+    def tell(stage: str, done: int, total: int) -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            typer.echo(f"{stage}: {done} of {total}" if total else stage, err=True)
+            due = time.monotonic() + _LINE_SECONDS
+
+    return tell
+
+
 @contextmanager
 def progress_bar(verbose: int = 0, quiet: bool = False) -> Iterator[Progress]:
     """Yield a callback progress(stage, done, total) that moves a bar on stderr.
 
-    It does nothing if stderr is not a terminal, with `quiet`, or with `verbose`, which logs the steps in lines.
+    If stderr is not a terminal, it prints a line from time to time. It does nothing with `quiet`, or with `verbose`,
+    which logs the steps in lines.
     """
     if verbose and quiet:
         raise typer.BadParameter("--quiet and --verbose exclude each other: give one of them")
-    if verbose or quiet or not sys.stderr.isatty():
+    if verbose or quiet:
         yield no_progress
+        return
+    if not sys.stderr.isatty():
+        yield progress_lines()
         return
     from rich import progress as rich_progress
 

@@ -91,7 +91,7 @@ def embed(
             none = encoder.encode([])  # fails for rerankers before texts are read; its width is written without texts
             vectors = embed_stream(lines, encoder, batch_tokens=batch, progress=progress)
             count, width = write_vectors(output, (piece for found in ([none], vectors) for piece in found))
-            what, more = f"{count} vectors", {}
+            what, more = f"{count} vector{'s' * (count != 1)}", {}
     if as_json:
         typer.echo(json.dumps({"output": str(output), "texts": count, "width": width} | more))
     elif not quiet:

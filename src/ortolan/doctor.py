@@ -320,11 +320,12 @@ def check_opencl() -> Check:
         result = _run_python(r"from ortolan.opencl import opencl_devices; print(*opencl_devices(), sep='\n')")
     except subprocess.TimeoutExpired:
         return Check(name, "note", f"the drivers did not list devices within {_SELF_TEST_SECONDS} s")
-    unasked = "" if value != "0" else f"disabled ({VARIABLE}); "
+    unused = f"not used: {VARIABLE} is {os.environ.get(VARIABLE) or 'not set'}"
     if result.returncode == 0:
-        return Check(name, "ok", unasked + "; then ".join(result.stdout.strip().splitlines()))
+        devices = "; then ".join(result.stdout.strip().splitlines())
+        return Check(name, "ok", f"{unused}; {devices}" if value == "0" else devices)
     if value == "0":
-        return Check(name, "ok", f"disabled ({VARIABLE})")
+        return Check(name, "ok", unused)
     problem = _problem(result.returncode, result.stderr).removeprefix("ortolan.errors.LibraryError: ")
     return Check(name, "note", f"all operators run on the CPU: {problem}")
 

@@ -82,11 +82,11 @@ class OptimizeOptions:
         metadata=_about(
             "Target format",
             str,
-            "A preset, which the options below change; auto, which measures each layer and gives it the fastest dense "
-            "format on this machine; or a TOML file. To list the presets, give an unknown name. Default: weights that "
-            "the model stores in 4 or 8 bits are kept exactly; other models are optimized with auto. Each output then "
-            "keeps a cosine similarity of at least 0.99 to the original's (0.9925 without calibration data); a "
-            "decoder's perplexity rises by at most 1 %.",
+            "A preset (int4, int8, sparse-encoder, activation-sparse, cached-prompt or long-context), which the options"
+            " below change; auto, which measures each layer and gives it the fastest dense format on this machine; or "
+            "a TOML file. Default: weights that the model stores in 4 or 8 bits are kept exactly; other models are "
+            "optimized with auto. Each output then keeps a cosine similarity of at least 0.99 to the original's (0.9925"
+            " without calibration data); a decoder's perplexity rises by at most 1 %.",
             metavar="NAME|FILE",
             python="Also a Recipe.",
         ),

@@ -21,6 +21,7 @@ import ortolan.benchmarks
 import ortolan.cli
 from ortolan.benchmarks.matmul_nbits import make_matmul_nbits
 from ortolan.benchmarks.result import BenchOptions, BenchResult
+from ortolan.cli_output import progress_lines
 from ortolan.generate import Decoder
 from ortolan.graph_passes.report import page as report_page
 from ortolan.models import tiny
@@ -385,6 +386,19 @@ def test_an_interrupt_leaves_nothing_and_exits_with_130(mlp_path, tmp_path, numb
     assert (process.returncode, stdout) == (130, "")
     assert stderr == "ortolan: interrupted, nothing was written\n"
     assert list(tmp_path.iterdir()) == [mlp_path]
+
+
+def test_without_a_terminal_long_work_prints_a_line_now_and_then(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr("ortolan.cli_output.time.monotonic", lambda: now[0])
+    tell = progress_lines()
+    for second in range(60):
+        now[0] = second
+        tell("timing layers", second, 60)
+    tell("verifying", 0, 0)
+    now[0] = 80
+    tell("verifying", 0, 0)
+    assert capsys.readouterr().err == "timing layers: 10 of 60\ntiming layers: 40 of 60\nverifying\n"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")

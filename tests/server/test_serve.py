@@ -171,7 +171,7 @@ def test_models_that_cannot_be_served(tmp_path):
     with pytest.raises(OrtolanError):
         prepare_model(tmp_path / "file.txt")
     (tmp_path / "model.onnx").write_bytes(b"\xff\xff")
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(ModelError, match="its 2 bytes are not a protobuf message; give an ONNX file"):
         prepare_model(tmp_path)
     (tmp_path / "model.onnx").unlink()
     (tmp_path / "m.gguf").touch()
@@ -262,6 +262,24 @@ def test_a_port_in_use(folder):
         taken.listen()
         with pytest.raises(OrtolanError, match="--port"):
             serve(folder, ServeOptions(port=taken.getsockname()[1]))
+
+
+def test_the_port_of_a_server_that_still_converts_its_model(folder, tmp_path, monkeypatch):
+    class Stop(Exception):
+        pass
+
+    def say(_: str) -> None:
+        with pytest.raises(OrtolanError, match="--port"):
+            serve(folder, ServeOptions(port=port))
+        raise Stop
+
+    monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path / "cache"))
+    write_gguf(tmp_path / "tiny.gguf", CONFIGS["llama"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(Stop):
+        serve(tmp_path / "tiny.gguf", ServeOptions(port=port), say=say)
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])

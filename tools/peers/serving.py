@@ -122,8 +122,8 @@ def configurations_for(job: Job, source: Source) -> Iterator[Configuration]:
         name = "Ortolan, engine" if cache_type == "bfloat16" else f"Ortolan, engine, {cache_type} cache"
         yield Configuration(name, "ortolan", source.gguf, {"cache_type": cache_type}, ours=True)
     if source.decoder is not None:
-        options = {"cache_type": "bfloat16", "weights": "int8"}
-        yield Configuration("Ortolan, engine, int8", "ortolan", source.decoder.onnx, options, ours=True)
+        int8 = {"cache_type": "bfloat16", "weights": "int8"}
+        yield Configuration("Ortolan, engine, int8", "ortolan", source.decoder.onnx, int8, ours=True)
     yield Configuration(ONE_AT_A_TIME, ONE_AT_A_TIME_ENGINE, source.gguf, ours=True)
     if (python := job.pythons.get("llama.cpp")) is not None:
         for form in (None, *LLAMA_CPP_FORMS):

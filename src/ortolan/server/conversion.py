@@ -32,16 +32,18 @@ def model_kind(path: Path) -> Kind:
 def load_graph(path: Path) -> Any:
     """Load a file or a folder's model, without its weights."""
     import onnx_ir as ir
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-    from ortolan.graph_passes.files.model_file import model_in
+    from ortolan.graph_passes.files.model_file import model_in, not_a_model
 
     file = model_in(path) if path.is_dir() else path
     try:
         model = ir.load(file)
-    except Exception as error:  # of protobuf and onnx_ir, which have no common type
-        raise ModelError(
-            f"{str(file)!r} cannot be read as an ONNX model ({error}); expected an ONNX or a GGUF file"
-        ) from None
+    except DecodeError:
+        said = not_a_model(file, file.stat().st_size)
+        raise ModelError(f"{said}; give an ONNX file, a folder with one, or a GGUF file") from None
+    except Exception as error:  # of onnx_ir, which have no common type
+        raise ModelError(f"model {str(file)!r} cannot be read: {error}") from None
     if not model.graph.inputs:
         raise ModelError(f"{str(file)!r} is not an ONNX model: it has no inputs")
     return model

@@ -32,7 +32,9 @@ def parse_object(content: bytes) -> dict[str, Any]:
             content.decode()
         except UnicodeDecodeError as wrong:
             raise ApiError(400, f"the body is not valid UTF-8 (byte {wrong.start}), expected JSON in UTF-8") from None
-        raise ApiError(400, f"body is not JSON in UTF-8: {error}") from None
+        raise ApiError(
+            400, f"body is not JSON (line {error.lineno}, column {error.colno}), expected a JSON object"
+        ) from None
     if not isinstance(body, dict):
         raise ApiError(400, f"body is {shown(body)}, expected a JSON object")
     _check_depth(body)

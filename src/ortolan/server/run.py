@@ -125,6 +125,7 @@ def serve(
                 say(f"serving {named.name} on {url}{sizes}{drafts}")
 
         server = make_server(application, chosen.drain_seconds, ready, say)
+        _allow_old_connections(listening, True)
         server.run(sockets=[listening])
 
 
@@ -147,17 +148,25 @@ def _require_packages() -> None:
         ) from error
 
 
+def _allow_old_connections(listening: socket.socket, allow: bool) -> None:
+    """Set whether connections of an earlier server may still use the port, which would otherwise count as in use."""
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(allow))
+
+
 @contextmanager
 def _listen(host: str, port: int) -> Iterator[socket.socket]:
+    """Yield a socket that is bound, and listens once the model is open: before, clients are refused."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listening:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _allow_old_connections(listening, True)
         try:
             listening.bind((host, port))
         except (OSError, OverflowError) as error:
             of_port = isinstance(error, OverflowError) or error.errno in (errno.EADDRINUSE, errno.EACCES)
             option = "--port" if of_port else "--host"
             raise OrtolanError(f"cannot listen on {host} port {port}: {error}; choose another with {option}") from None
+        # Otherwise another server could bind the port as well while this one loads its model.
+        _allow_old_connections(listening, False)
         yield listening
 
 
