@@ -219,7 +219,10 @@ def test_unknown_paths_and_methods(client):
         refused = client.request(method, path)
         assert refused.status_code == status
         assert refused.json()["error"]["message"]
-    assert client.get(CHAT).headers["allow"] == "POST"
+    refused = client.get(CHAT)
+    assert refused.headers["allow"] == "POST"
+    assert refused.json()["error"]["message"] == f"GET {CHAT}: Method Not Allowed; expected POST"
+    assert "this server has" in (found := client.get("/").json()["error"]["message"]) and CHAT in found
     for path in ("/chat/completions", "/models"):
         assert client.post(path, json={}).json()["error"]["message"].endswith("Not Found; base_url must end with /v1")
 

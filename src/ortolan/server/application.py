@@ -196,8 +196,13 @@ async def _refuse(_: Request, error: Exception) -> Response:
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path = request.url.path
-    advice = "; base_url must end with /v1" if error.status_code == 404 and path in _WITHOUT_VERSION else ""
+    path, advice = request.url.path, ""
+    if error.status_code == 404 and path in _WITHOUT_VERSION:
+        advice = "; base_url must end with /v1"
+    elif error.status_code == 404:
+        advice = f"; this server has {', '.join(sorted({route.path for route in request.app.routes}))}"
+    elif error.headers and "Allow" in error.headers:
+        advice = f"; expected {error.headers['Allow']}"
     found = ApiError(error.status_code, f"{request.method} {path[:200]}: {error.detail}{advice}")
     response = error_response(found)
     response.headers.update(error.headers or {})
