@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ortolan.errors import OutputError
+
 from .feeds import Feeds, Outputs
 
 _MIN_BYTES, _MAX_BYTES = 48 * 2**20, 128 * 2**20  # bounds of max_answer_bytes
@@ -23,6 +25,9 @@ def keep(answers: Outputs, folder: Path) -> Outputs:
     """Copy answers, because the originals would keep the session's memory alive.
 
     Large answers are mapped from temporary files in `folder`. A file is deleted with its array.
+
+    Raises:
+        OutputError: A file cannot be written.
     """
     large = sum(answer.nbytes for answer in answers if answer is not None) > _IN_MEMORY
     return [
@@ -32,9 +37,16 @@ def keep(answers: Outputs, folder: Path) -> Outputs:
 
 
 def _to_file(array: np.ndarray, folder: Path) -> np.ndarray:
-    with tempfile.TemporaryFile(dir=folder) as file:
-        np.ascontiguousarray(array).tofile(file)
-        return np.memmap(file, array.dtype, mode="r", shape=array.shape)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # tofile does not say why it failed, and arrays of bfloat16 have no buffer.
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            file.flush()
+            return np.memmap(file, array.dtype, mode="r", shape=array.shape)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write a file for the model's answers in {str(folder)!r}: {error.strerror}"
+        ) from error
 
 
 def max_answer_bytes(model_bytes: int) -> int:

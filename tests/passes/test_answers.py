@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import onnx_ir as ir
 import pytest
 
+from ortolan.errors import OutputError
 from ortolan.graph_passes.measure import answers
 from ortolan.graph_passes.measure.answers import cut, keep, shorten
 from ortolan.graph_passes.measure.sessions import open_quietly
@@ -25,6 +29,13 @@ def test_large_answers_are_mapped_from_files_that_are_gone(tmp_path):
     assert isinstance(kept[0], np.memmap) and kept[0].shape == large.shape and (kept[0] == large).all()
     assert kept[1] is None and type(kept[2]) is np.ndarray and kept[2].base is None
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_large_answers_on_a_full_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: Path("/dev/full").open("wb"))  # noqa: SIM115
+    with pytest.raises(OutputError, match=f"cannot write a file for the model's answers in '{tmp_path}': No space"):
+        keep([np.zeros(3 * 2**20, np.float32)], tmp_path)
 
 
 def test_small_answers_do_not_keep_the_memory_of_a_session(tmp_path):
