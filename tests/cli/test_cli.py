@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 
 import numpy as np
 import onnx
@@ -23,6 +24,7 @@ from ortolan.benchmarks.matmul_nbits import make_matmul_nbits
 from ortolan.benchmarks.result import BenchOptions, BenchResult
 from ortolan.cli_output import progress_lines
 from ortolan.generate import Decoder
+from ortolan.graph_passes.recipe import Recipe
 from ortolan.graph_passes.report import page as report_page
 from ortolan.models import tiny
 
@@ -50,6 +52,11 @@ def test_version_and_help_are_quick_and_plain(run_cli):
         "demo",
     ):
         assert command in text.stdout
+
+
+def test_the_help_names_every_preset():
+    (recipe,) = (one for one in fields(ortolan.OptimizeOptions) if one.name == "recipe")
+    assert [name for name in Recipe.names() if name not in recipe.metadata["option"].help] == []
 
 
 def test_help_of_optimize_is_whole_at_80_columns(run_cli):
